@@ -3,38 +3,32 @@
     python bench/agent_turns.py [--time] [--conversations 4] [--hidden 64] [--layers 4] [--repeats 3]
 
 Every conversation is a list of requests, as an agent sends them: all messages so far, tools included. The template
-keeps the reasoning of the running tool loop and drops it once the user speaks again (`--template`: the built-in
-model's, which keeps all of it, or one like Qwen3.5's). The second conversation has another system prompt from its
+keeps the reasoning of the running tool loop and drops it once the user speaks again (the built-in model's
+keeps all of it, another is like Qwen3.5's). The second conversation has another system prompt from its
 middle on. What could be reused of a prompt is the longest prefix that it has in common with an earlier one.
 
 With --time also the time to the first token, against a prompt of which everything but what is new was read before.
 """
 
-import argparse
 import random
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from headstart.checkpoint import load_model
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for bench.*, whether this is run or imported
+
+from bench.harness import answers, line, medians, options, random_hybrid, ratio, table
 from headstart.checkpoint.hub import resolve
 from headstart.engine import Engine, Request
 from headstart.engine.turns import TurnMarker
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.state import PrefixCache
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from checkpoints import write
 
 Message = dict[str, Any]
 
@@ -143,21 +137,18 @@ class CutAt(TurnMarker):
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     """Return the seconds to the first token, and the tokens of the prompt that were read."""
-    start = time.perf_counter()
-    (*_, last) = engine.submit(Request(prompt, SamplingParams(max_tokens=1, k=0)))
-    assert last.stats is not None
-    return time.perf_counter() - start, len(prompt) - last.stats.prefix_cache_hit
+    (answer,) = answers(engine, [prompt], max_tokens=1, k=0)
+    return answer.times[0], len(prompt) - answer.stats.prefix_cache_hit
 
 
 def time_turns(model: Model, tokenizer: TokenizerWrapper, prompts: list[list[int]], repeats: int) -> None:
-    print("| history | new tokens | read | first token ms | only new tokens ms | ratio |")
-    print("| --- " * 6 + "|")
+    table("history", "new tokens", "read", "first token ms", "only new tokens ms", "ratio")
     for n in range(2, len(prompts), max(1, len(prompts) // 5)):
         shared = max(common(prompts[n], other) for other in prompts[:n])
         prefix, ideal = PrefixCache(1 << 31), PrefixCache(1 << 31)
         engine, control = Engine(model, tokenizer, prefix=prefix), Engine(model, tokenizer, prefix=ideal)
         assert engine.turn_marker is not None
-        control.turn_marker = marker = CutAt(*engine.turn_marker)
+        control.reader.marker = marker = CutAt(*engine.turn_marker)
         marker.position = shared
         runs, read = [], 0
         for _ in range(repeats):
@@ -169,40 +160,30 @@ def time_turns(model: Model, tokenizer: TokenizerWrapper, prompts: list[list[int
             first_token(control, [*prompts[n][:shared], 1])
             seconds, read = first_token(engine, prompts[n])
             runs.append((seconds, first_token(control, prompts[n])[0]))
-        mine, theirs = (statistics.median(run[i] for run in runs) * 1e3 for i in range(2))
-        ratio, new = statistics.median(a / b for a, b in runs), len(prompts[n]) - shared
-        print(f"| {shared} | {new} | {read} | {mine:.0f} | {theirs:.0f} | {ratio:.2f} |", flush=True)
+        mine, theirs = zip(*runs, strict=True)
+        line(shared, len(prompts[n]) - shared, read, *[1e3 * each for each in medians(runs)], ratio(mine, theirs))
     cold, whole = (Engine(model, tokenizer, prefix=PrefixCache(0)) for _ in range(2))
-    whole.turn_marker = None
-    ratios = [first_token(cold, prompts[-1])[0] / first_token(whole, prompts[-1])[0] for _ in range(repeats)]
-    share = statistics.median(ratios)
+    whole.reader.marker = None
+    pairs = [(first_token(cold, prompts[-1])[0], first_token(whole, prompts[-1])[0]) for _ in range(repeats)]
+    share = ratio(*zip(*pairs, strict=True))
     print(f"\nA miss of {len(prompts[-1])} tokens takes {share:.2f} of its time without cuts at turns.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    sizes = {"hidden_size": arguments.hidden, "intermediate_size": 4 * arguments.hidden, "vocab_size": 8192}
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), "dense", num_hidden_layers=arguments.layers, max_position_embeddings=65536, **sizes)
-        model = load_model(folder, dtype=mx.float32)
-    print("| template | prompts | tokens | could be reused | reused | share | with multiples of 512 alone |")
-    print("| --- " * 7 + "|")
+    given = options(__doc__, time=False, conversations=4, hidden=64, layers=4, repeats=3)
+    sizes = {"hidden_size": given.hidden, "num_hidden_layers": given.layers, "vocab_size": 8192}
+    model = random_hybrid(max_position_embeddings=65536, **sizes)
+    table("template", "prompts", "tokens", "could be reused", "reused", "share", "with multiples of 512 alone")
     for name in TEMPLATES:
         tokenizer = agent_tokenizer(name)
-        prompts = [tokens_of(tokenizer, messages) for messages in requests(arguments.conversations)]
+        prompts = [tokens_of(tokenizer, messages) for messages in requests(given.conversations)]
         engines = [Engine(model, tokenizer, prefix=PrefixCache(1 << 31)) for _ in range(2)]
-        engines[1].turn_marker = None
+        engines[1].reader.marker = None
         result, before = (replay(engine, prompts) for engine in engines)
-        counts = f"{result.prompts} | {result.total} | {result.reusable} | {result.reused}"
-        print(f"| {name} | {counts} | {result.share:.1%} | {before.share:.1%} |", flush=True)
-    if arguments.time:
-        time_turns(model, tokenizer, [tokens_of(tokenizer, each) for each in requests(1)], arguments.repeats)
+        counts = (result.prompts, result.total, result.reusable, result.reused)
+        line(name, *counts, f"{result.share:.1%}", f"{before.share:.1%}")
+    if given.time:
+        time_turns(model, tokenizer, [tokens_of(tokenizer, each) for each in requests(1)], given.repeats)
 
 
 if __name__ == "__main__":

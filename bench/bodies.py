@@ -11,12 +11,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 
 import httpx
+from harness import ROOT, line, table
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests" / "server"))
 STREAMS, TOKENS, BODIES, TOGETHER, MIB = 16, 500, 50, 4, 2**20
 
 
@@ -73,14 +72,14 @@ def main() -> None:
     limits = Limits(body_bytes=64 * MIB)
     with running(max_sequences=32, limits=limits) as here, ProcessPoolExecutor(2, get_context("spawn")) as clients:
         clients.submit(run, "streams", here.url).result()
-        print("| beside | median gap, ms | 99% | longest | slice, CPU ms |\n| --- | ---: | ---: | ---: | ---: |")
+        table("beside", "median gap, ms", "99%", "longest", "slice, CPU ms")
         for other in ("nothing", "50 bodies"):
             slices.clear()
             sent, gaps = clients.submit(run, other, here.url), list[float]()
             while not sent.done():
                 gaps = sorted(gaps + clients.submit(run, "streams", here.url).result())
-            figures = [gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100], gaps[-1], max(slices)]
-            print(f"| {other} | {' | '.join(f'{each * 1e3:.1f}' for each in figures)} |", flush=True)
+            figures = (gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100], gaps[-1], max(slices))
+            line(other, *[1e3 * each for each in figures])
 
 
 if __name__ == "__main__":

@@ -9,31 +9,31 @@ uses one core. `--beside llama.cpp` compares with `xllamacpp`, a wheel in an env
 """
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from cpu_beside import compare
+from harness import answers, line, options, seconds_of, table, turns
 from mlx.utils import tree_flatten
 
 import headstart
 from headstart.bench.prompts import KINDS, builtin_prompts
-from headstart.engine import Engine, Request
+from headstart.engine import Engine
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill_prompts, step
 from headstart.kernels.cpu import load
 from headstart.kernels.cpu.backend import cpu_backend
 from headstart.models import Model
-from headstart.sampling import SamplingParams
 
 PROMPT = "The history of computing is long. In the beginning there were "
 STOCK = load.Loaded(None, "stock (bench)")
+SHAPES = ((1024, 384), (12288, 384), (4096, 4096))  # of products
 PATIENCE = 20.0  # seconds that stock MLX may take for all repeats of one measurement
 
 
@@ -66,24 +66,17 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--models", default="tiny-qwen3.5,tiny-qwen3.5-moe")
-    parser.add_argument("--tokens", type=int, default=200, help="length of the texts of the last table; 0 for none")
-    parser.add_argument("--beside", choices=["llama.cpp"], help="measure beside it, and nothing else")
-    parser.add_argument("--model", help="a folder, beside llama.cpp")
-    parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has xllamacpp")
-    parser.add_argument("--threads", type=int, default=1, help="of each, beside llama.cpp")
-    parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[40, 1000])
-    parser.add_argument("--k", type=lambda text: text if text == "auto" else int(text), default=0, help="our drafts")
-    args = parser.parse_args()
+    args = options(
+        __doc__, repeats=9, models=["tiny-qwen3.5", "tiny-qwen3.5-moe"], tokens=200, beside="", model="", gguf="",
+        python=sys.executable, threads=1, contexts=[40, 1000], k="0",
+    )  # fmt: skip
+    args.k = args.k if args.k == "auto" else int(args.k)
     (compare if args.beside else beside_stock)(args)
 
 
 def beside_stock(args: argparse.Namespace) -> None:
     mx.set_default_device(mx.cpu)
-    native, names = load.loaded(), args.models.split(",")
+    native, names = load.loaded(), [name for each in args.models for name in each.split(",")]
     speed = bandwidth()
     loaded = {name: headstart.load(name) for name in names}
     load._loaded = STOCK  # which loads experts in float32, the only type that MLX multiplies them in
@@ -94,33 +87,30 @@ def beside_stock(args: argparse.Namespace) -> None:
         for case in cases:
             case.time(native)
 
-    print(f"{native}; weights are read at {speed / 1e9:.1f} GB/s\n")
-    print("| what | stock ms | native ms | ratio | limit ms |\n| --- | --- | --- | --- | --- |")
+    print(f"{native}; weights are read at {speed / 1e9:.1f} GB/s")
+    table("what", "stock ms", "native ms", "ratio", "limit ms")
     for case in cases:
-        stock = case.best.get(False)
-        beside = f"{stock:.3f} | {case.ms:.3f} | {stock / case.ms:.1f}×" if stock else f" | {case.ms:.3f} |"
-        print(f"| {case.name} | {beside} | {case.size / speed * 1e3:.3f} |")
+        slow = case.best.get(False)
+        line(case.name, slow, case.ms, slow and f"{slow / case.ms:.1f}×", case.size / speed * 1e3)
     times = {case.name: case.ms for case in cases}
-    print("\n| ratio of native times | |\n| --- | --- |")
-    for shape in ("1024×384", "12288×384", "4096×4096"):
+    table("ratio of native times", "")
+    for shape in SHAPES:
         for bits in (16, 4):
-            over = times[f"product {shape}, {bits} bits, 4 rows"] / times[f"product {shape}, {bits} bits, 1 row"]
-            print(f"| product {shape}, {bits} bits: 4 rows over 1 | {over:.2f} |")
+            name = f"product {shape[0]}×{shape[1]}, {bits} bits"
+            line(f"{name}: 4 rows over 1", times[f"{name}, 4 rows"] / times[f"{name}, 1 row"])
     for name in names:
-        plain, drafting, one, four, draft = (
-            times[f"{name}: {what}"]
-            for what in ("step, k = 0", "step, k = 3", "window of 1", "window of 4", "one draft")
-        )
-        print(f"| {name}: window of 4 over 1 | {four / one:.2f} |")
-        print(f"| {name}: one draft over a step | {draft / plain:.2f} |")
-        print(f"| {name}: step with k = 3 over k = 0 | {drafting / plain:.2f} |")
+        for what, ours, over in (
+            ("window of 4 over 1", "window of 4", "window of 1"),
+            ("one draft over a step", "one draft", "step, k = 0"),
+            ("step with k = 3 over k = 0", "step, k = 3", "step, k = 0"),
+        ):
+            line(f"{name}: {what}", times[f"{name}: {ours}"] / times[f"{name}: {over}"])
     if args.tokens:
-        print("\n| tokens/s | k = 0 | auto | ratio |\n| --- | --- | --- | --- |")
         texts(names[0], *loaded[names[0]], args.tokens)
 
 
 def product_cases() -> Iterator[Case]:
-    for outputs, inputs in ((1024, 384), (12288, 384), (4096, 4096)):
+    for outputs, inputs in SHAPES:
         for bits in (16, 4):
             layer = linear(outputs, inputs, bits)
             size = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
@@ -197,25 +187,14 @@ def model_cases(name: str, model: Model, tokenizer: Any, stock: Model) -> Iterat
 def texts(name: str, model: Model, tokenizer: Any, tokens: int) -> None:
     """Generate by turns without drafts and with as many as pay, by kind of text."""
     engine, ratios = Engine(model), []
-
-    def rate(prompt: list[int], k: Any) -> float:
-        request = Request(prompt, SamplingParams(max_tokens=tokens, k=k))
-        begin, count = time.perf_counter(), 0
-        for event in engine.submit(request):
-            if not count:
-                begin = time.perf_counter()  # from the first token on: prompts are in the other table
-            count += len(event.tokens)
-        return count / (time.perf_counter() - begin)
-
+    table("tokens/s", "k = 0", "auto", "ratio")
     for kind in KINDS:
         prompt = builtin_prompts([kind])[0].tokens(tokenizer)
-        rates: dict[Any, float] = {}
-        for _ in range(3):
-            for k in (0, "auto"):
-                rates[k] = max(rates.get(k, 0.0), rate(prompt, k))
-        ratios.append(rates["auto"] / rates[0])
-        print(f"| {name}: {kind} | {rates[0]:.0f} | {rates['auto']:.0f} | {ratios[-1]:.2f}× |")
-    print(f"| mean | | | {statistics.mean(ratios):.2f}× |")
+        runs = {k: lambda k=k: answers(engine, [prompt], max_tokens=tokens, k=k)[0].rate for k in (0, "auto")}  # noqa: B023
+        best = {k: max(rates) for k, rates in turns(runs, 3).items()}  # prompts are in the other table
+        ratios.append(best["auto"] / best[0])
+        line(f"{name}: {kind}", best[0], best["auto"], f"{ratios[-1]:.2f}×")
+    line("mean", "", "", f"{mean(ratios):.2f}×")
 
 
 def linear(outputs: int, inputs: int, bits: int) -> nn.Module:
@@ -230,12 +209,7 @@ def bandwidth() -> float:
     """Bytes a second that all threads together read: a product of one row with more weights than caches hold."""
     layer, x = linear(16384, 8192, 16), mx.ones((1, 8192), mx.bfloat16)
     mx.eval(layer.parameters())
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        mx.eval(cpu_backend().product(x, layer))
-        times.append(time.perf_counter() - begin)
-    return layer.weight.nbytes / min(times)
+    return layer.weight.nbytes / min(seconds_of(lambda: mx.eval(cpu_backend().product(x, layer))) for _ in range(12))
 
 
 if __name__ == "__main__":

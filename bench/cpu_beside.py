@@ -8,8 +8,6 @@ import argparse
 import json
 import os
 import random
-import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -17,58 +15,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SIDES = ("Headstart", "llama.cpp")
 Clock = tuple[float, float]  # seconds of the wall and of the CPU
-Rates = dict[str, dict[str, list[float]]]  # by side and measurement
 
 
 def compare(args: argparse.Namespace) -> None:
     """Print a table of tokens per second, medians of all rounds, and of the ratios of each round."""
-    cores = sorted(os.sched_getaffinity(0))[: args.threads]
-    workers = {}
-    for side, python, model in (
-        ("Headstart", sys.executable, args.model), ("llama.cpp", args.python, args.gguf)
-    ):  # fmt: skip
-        command = [python, __file__, side, str(model), ",".join(map(str, cores))]
-        workers[side] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    made = {side: ask(worker) for side, worker in workers.items()}
-    rates: Rates = {side: defaultdict(list) for side in SIDES}
+    from harness import Worker, line, median, ratio, table
+
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
+    sides = {"Headstart": (sys.executable, args.model), "llama.cpp": (args.python, args.gguf)}
+    workers = {side: Worker(python, __file__, side, model, cores) for side, (python, model) in sides.items()}
+    rates: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: {side: [] for side in sides})
     for turn, length in ((turn, length) for turn in range(args.repeats) for length in args.contexts):
         prompt = random.Random(turn * 100_000 + length).choices(range(100, 8000), k=length)
-        for side in SIDES if turn % 2 else SIDES[::-1]:
-            done = ask(workers[side], {"prompt": prompt, "tokens": args.tokens, "k": args.k})
-            for kind, tokens in (("read", length), ("decode", args.tokens - 1)):
-                for unit, seconds in zip(("wall", "CPU"), done[kind], strict=True):
-                    rates[side][f"{kind} {length} {unit}"].append(tokens / seconds)
-    for worker in workers.values():
-        worker.communicate()
-    report(args, made, rates)
-
-
-def report(args: argparse.Namespace, made: dict[str, Any], rates: Rates) -> None:
-    for side in SIDES:
-        print(f"{side}: {made[side]['what']}, {made[side]['bytes'] / 1e6:.1f} MB of weights")
-    print(f"{args.threads} thread(s), {args.repeats} rounds, k = {args.k}\n")
-    print("| tokens | per | Headstart | llama.cpp | ratio |\n| --- | --- | ---: | ---: | ---: |")
-    for name in rates["Headstart"]:
-        kind, length, unit = name.split()
-        ours, theirs = rates["Headstart"][name], rates["llama.cpp"][name]
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        what = f"reading {length}" if kind == "read" else f"decoding after {length}"
-        mine, other = statistics.median(ours), statistics.median(theirs)
-        print(f"| {what} | {unit} second | {mine:.1f} | {other:.1f} | {ratio:.2f} |")
-
-
-def ask(worker: "subprocess.Popen[str]", question: Any = None) -> Any:
-    """Return a worker's next answer."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    if question is not None:
-        print(json.dumps(question), file=worker.stdin, flush=True)
-    for line in worker.stdout:
-        if line.startswith("{"):  # libraries print too
-            return json.loads(line)
-    raise SystemExit(f"{worker.args} ended")
+        for side in sorted(sides, reverse=bool(turn % 2)):
+            done = workers[side].ask({"prompt": prompt, "tokens": args.tokens, "k": args.k})
+            for name, tokens in ((f"reading {length}", length), (f"decoding after {length}", args.tokens - 1)):
+                for unit, seconds in zip(("wall", "CPU"), done[name.split()[0]], strict=True):
+                    rates[name, unit][side].append(tokens / seconds)
+    for side, worker in workers.items():
+        print(f"{side}: {worker.what['what']}, {worker.what['bytes'] / 1e6:.1f} MB of weights")
+        worker.end()
+    print(f"{args.threads} thread(s), {args.repeats} rounds, k = {args.k}")
+    table("tokens", "per second", *sides, "ratio")
+    for (name, unit), each in rates.items():
+        line(name, unit, *map(median, each.values()), ratio(*each.values()))
 
 
 def clock() -> Clock:
@@ -89,13 +60,13 @@ def work(side: str, model: str, cores: str) -> None:
         asked = json.loads(line)
         begin = clock()
         ticks = list(run(asked["prompt"], asked["tokens"], asked["k"]))
-        print(json.dumps({"read": since(begin, ticks[0]), "decode": since(ticks[0], ticks[-1])}), flush=True)
+        print(json.dumps({"reading": since(begin, ticks[0]), "decoding": since(ticks[0], ticks[-1])}), flush=True)
 
 
-Worker = tuple[dict[str, Any], Callable[[list[int], int, Any], Iterator[Clock]]]
+Side = tuple[dict[str, Any], Callable[[list[int], int, Any], Iterator[Clock]]]
 
 
-def headstart_worker(path: str, threads: int) -> Worker:
+def headstart_worker(path: str, threads: int) -> Side:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -118,7 +89,7 @@ def headstart_worker(path: str, threads: int) -> Worker:
     return {"what": model.backend.description, "bytes": size}, run
 
 
-def llama_worker(path: str, threads: int) -> Worker:
+def llama_worker(path: str, threads: int) -> Side:
     os.environ.update(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0")
     import xllamacpp
 

@@ -1,24 +1,26 @@
 """Tokens per second of CPU time: servers behind a gateway, each on a core of its own, beside one alone.
 
-    python bench/gateway.py --smg smg [--rounds 3]
+    python bench/gateway.py --smg smg [--rounds 3] [--policy round_robin] [--requests 8]
 
 CPU time is that of the server processes; the gateway's is told apart. The runs take turns. For Linux.
 """
 
-import argparse
 import os
-import statistics
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "suites"))
+from harness import line, options, ratio, table, turns
 
-from servers import Process, ask, free_port, headstart, running
+from suites.servers import Process, ask, free_port, headstart, running
 
+COMPARED = (
+    ("one behind", "one alone"), ("two", "one alone"), ("two behind", "one alone"), ("two behind", "two"),
+)  # fmt: skip
 TICKS = os.sysconf("SC_CLK_TCK")
-REQUESTS, TOKENS = 8, 64  # of each server in a run
+BATCH, TOKENS = 4, 64  # sequences at a time of each server, tokens of a request
 
 
 def cpu_seconds(process: Process) -> float:
@@ -28,47 +30,56 @@ def cpu_seconds(process: Process) -> float:
 
 def generate(url: str, name: str) -> int:
     body = {"prompt": f"def {name}(values):", "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0}
+    body["num_draft_tokens"] = 2  # the automatic depth depends on how busy the machine is
     return int(ask(f"{url}/v1/completions", {"model": "tiny-qwen3.5", **body})["usage"]["completion_tokens"])
 
 
-def measure(urls: list[str], servers: list[Process], number: int) -> float:
-    """Return the tokens per second of CPU time of the servers. Requests go to the URLs in turn."""
+def measure(urls: list[str], servers: list[Process], number: int, requests: int) -> float:
+    """Return the tokens per second of CPU time of the servers."""
     before = sum(map(cpu_seconds, servers))
-    with ThreadPoolExecutor(4 * len(servers)) as threads:
-        jobs = [(urls[i % len(urls)], f"run_{number}_{i}") for i in range(REQUESTS * len(servers))]
-        tokens = sum(threads.map(lambda job: generate(*job), jobs))
+    each = len(servers) // len(urls)  # a URL has a client for every sequence of its servers' batches
+    with ExitStack() as stack:
+        clients = [stack.enter_context(ThreadPoolExecutor(BATCH * each)) for _ in urls]
+        answers = [
+            client.map(partial(generate, url), [f"run_{number}_{i}_{j}" for j in range(requests * each)])
+            for i, (client, url) in enumerate(zip(clients, urls, strict=True))
+        ]
+        tokens = sum(map(sum, answers))
     return tokens / (sum(map(cpu_seconds, servers)) - before)
 
 
+def gateway(smg: str, policy: str, urls: list[str]) -> AbstractContextManager[Process]:
+    port = free_port()
+    command = [smg, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--worker-urls", *urls]
+    command += ["--prometheus-port", str(free_port())]
+    return running(command, port, "/v1/models")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smg", default="smg", help="the gateway's command")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    given = options(__doc__, smg="smg", rounds=3, policy="round_robin", requests=8)
     with ExitStack() as stack:
         servers = [stack.enter_context(headstart()) for _ in range(2)]
         for core, server in enumerate(servers):
             for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
-        port = free_port()
-        command = [options.smg, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        gateway = stack.enter_context(
-            running([*command, "--worker-urls", *(server.url for server in servers)], port, "/v1/models")
-        )
-        both = [server.url for server in servers]
-        ways = {"one alone": (both[:1], servers[:1]), "two": (both, servers), "behind": ([gateway.url], servers)}
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for way in ways.values():
-            measure(*way, 100)  # the first compiles and learns
-        busy = cpu_seconds(gateway)
-        for number in range(200, 200 + options.rounds):
-            for i, (name, way) in enumerate(ways.items()):
-                found[name].append(measure(*way, 100 * i + number))
-        busy = (cpu_seconds(gateway) - busy) / (options.rounds * REQUESTS * 2)
-    for name, other in (("two", "one alone"), ("behind", "one alone"), ("behind", "two")):
-        ratios = [a / b for a, b in zip(found[name], found[other], strict=True)]
-        print(f"{name} / {other}: {statistics.median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")
-    print(f"the gateway: {1000 * busy:.1f} ms of CPU time per request of {TOKENS} tokens")
+        both, number = [server.url for server in servers], count(100)
+        gateways = [stack.enter_context(gateway(given.smg, given.policy, urls)) for urls in (both[:1], both)]
+        ways = {
+            "one alone": (both[:1], servers[:1]),
+            "one behind": ([gateways[0].url], servers[:1]),
+            "two": (both, servers),
+            "two behind": ([gateways[1].url], servers),
+        }
+        runs = {
+            name: partial(lambda way: measure(*way, next(number), given.requests), way) for name, way in ways.items()
+        }
+        found = turns(runs, given.rounds)
+        busy = sum(map(cpu_seconds, gateways)) / ((given.rounds + 1) * given.requests * 3)
+    table("tokens per CPU second of the servers", "to", "ratio", "of each round")
+    for name, other in COMPARED:
+        each = ", ".join(f"{a / b:.2f}" for a, b in zip(found[name], found[other], strict=True))
+        line(name, other, ratio(found[name], found[other]), each)
+    print(f"\nThe gateway: {1000 * busy:.1f} ms of CPU time per request of {TOKENS} tokens")
 
 
 if __name__ == "__main__":

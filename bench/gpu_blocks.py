@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from gpu import ACCEPTANCE, TURNS, prompts, step_seconds
-from gpu_products import line, note, table
+from harness import line, note, ratio, table, turns
 from imposed_acceptance import decode_imposed, record
 from random_model import SHAPES, quantises, random_model
 
@@ -96,29 +96,23 @@ def main() -> None:
     head, block = ACCEPTANCE.get(name, ACCEPTANCE["27b"]), geometric(TOKENS_PER_ROUND[name])
     cells = [Cell(1, 0), Cell(1, HEAD), *(Cell(1, k, Source.BLOCK) for k in LENGTHS)]
     asked = [[token % model.vocabulary for token in each] for each in prompts(1)]
-    turns, tokens = (2, 40) if name == "tiny" else (TURNS, 200)
+    repeats, tokens = (1, 40) if name == "tiny" else (TURNS, 200)
     recording = record(model, asked, tokens)
-    seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    rates: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    for turn in range(turns):
-        for cell in cells:
-            took = step_seconds(model, asked, cell.k, advance=partial(step, source=cell.source))
-            print(f"turn {turn}, source {cell.source}, k = {cell.k}: {1e3 * took:.2f} ms", flush=True)
-            if not turn:
-                continue
-            pattern = block if cell.source == Source.BLOCK else head
-            rate = decode_imposed(model, recording, cell.k, pattern, cell.source).rate
-            print(f"  {rate:.1f} tokens/s", flush=True)
-            seconds[cell].append(took)
-            rates[cell].append(rate)
-            note(f"{name} blocks {cell.source} {cell.k}", [seconds[cell], rates[cell]])
+
+    def measure(cell: Cell) -> tuple[float, float]:
+        """Return the seconds of a step, and the tokens/s."""
+        seconds = step_seconds(model, asked, cell.k, advance=partial(step, source=cell.source))
+        pattern = block if cell.source == Source.BLOCK else head
+        return seconds, decode_imposed(model, recording, cell.k, pattern, cell.source).rate
+
+    found = turns({cell: partial(measure, cell) for cell in cells}, repeats)
+    seconds, rates = ({cell: [pair[i] for pair in each] for cell, each in found.items()} for i in (0, 1))
     table("source", "k", "ms a step", "to k = 0", "tokens/s", "lowest", "highest", f"to the head at k = {HEAD}")
-    plain, compared = median(seconds[cells[0]]), rates[cells[1]]
-    for cell in cells:
-        took, ratio = median(seconds[cell]), median(a / b for a, b in zip(rates[cell], compared, strict=True))
-        source = Source(cell.source).name.lower() if cell.k else "none"
-        speed = (median(rates[cell]), min(rates[cell]), max(rates[cell]))
-        line(source, cell.k, f"{1e3 * took:.2f}", f"{took / plain:.2f}", *speed, f"{ratio:.2f}")
+    for cell, each in rates.items():
+        took, source = median(seconds[cell]), Source(cell.source).name.lower() if cell.k else "none"
+        speeds = (median(each), min(each), max(each))
+        line(source, cell.k, 1e3 * took, took / median(seconds[cells[0]]), *speeds, ratio(each, rates[cells[1]]))
+        note(f"{name} blocks {cell.source} {cell.k}", [seconds[cell], each])
     medians = {cell: median(each) for cell, each in seconds.items()}
     print("the controller takes", choice(medians, head, block, len(head)), flush=True)
 

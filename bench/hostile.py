@@ -1,26 +1,21 @@
-"""How long does a small request take beside an attack? `python bench/hostile.py [--count N] [--against SRC]`
+"""How long does a small request take beside an attack? `python bench/hostile.py [--count N] [--only NAME]`
 
 A server process gets a completion request of one token, alone and during each attack, which is repeated for as long
 as the small requests last. Prints a Markdown table of medians; the attacks are those of the tests.
-
-`--against SRC` instead compares ordinary requests with another version of the sources: small chats, with and without
-a schema, to both servers in turn, up to the first token.
 """
 
-import argparse
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from harness import ROOT, line, options, seconds_of, table
+
 sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests")]  # before this folder, which has a hostile.py too
 
-from attacks import CHAT, GRAMMARS, HI, PROMPTS, TEXT, lark, rules, shaped, wide  # noqa: E402
+from attacks import CHAT, GRAMMARS, PROMPTS, TEXT, lark, rules, shaped, wide  # noqa: E402
 from hostile import Case, Target, connect, target  # noqa: E402
 
 EXTRA = [
@@ -77,66 +72,17 @@ def under(attack: Attack, server: Target) -> Iterator[None]:
         thread.join()
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
-
-
-def beside_attacks(count: int, only: list[str]) -> None:
+def main() -> None:
+    given = options(__doc__, count=10, only=list(ATTACKS))
     with target() as server:
         for _ in range(5):
             server.small()
-        print("| beside | alone, s | beside, s | ratio |\n| --- | ---: | ---: | ---: |")
-        for name, attack in ATTACKS.items():
-            if only and name not in only:
-                continue
-            alone = median(seconds(server.small) for _ in range(count))
-            with under(attack, server):
-                beside = median(seconds(server.small) for _ in range(count))
-            print(f"| {name} | {alone:.3f} | {beside:.3f} | {beside / alone:.1f} |", flush=True)
-
-
-def first_token(server: Target, body: dict[str, Any]) -> float:
-    """Return the seconds to the first chunk with content."""
-    with server.http() as http:
-        begun = time.perf_counter()
-        with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
-            assert response.status_code == 200, response.read()
-            next(line for line in response.iter_lines() if '"content"' in line)
-            return time.perf_counter() - begun
-
-
-def ordinary(i: int) -> dict[str, dict[str, Any]]:
-    old = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    new = {"type": "object", "properties": {f"a{i}": {"type": "integer"}}, "required": [f"a{i}"]}
-    return {"chat": HI, "chat with a schema": shaped(old), "chat with a new schema": shaped(new)}
-
-
-def compare(count: int, other: Path) -> None:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(target(PYTHONPATH=str(each))) for each in (other, ROOT / "src")]
-        times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ordinary(0)}
-        for i in range(count):
-            for name, body in ordinary(i).items():
-                for server, found in zip(servers, times[name], strict=True):
-                    found.append(first_token(server, body))
-        print("| first token of a | before, ms | after, ms | ratio |\n| --- | ---: | ---: | ---: |")
-        for name, (before, after) in times.items():
-            a, b = median(before[1:]), median(after[1:])
-            print(f"| {name} | {a * 1e3:.1f} | {b * 1e3:.1f} | {b / a:.2f} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--only", action="append", default=[], help="names of attacks")
-    parser.add_argument("--against", type=Path, metavar="SRC")
-    arguments = parser.parse_args()
-    if arguments.against is not None:
-        compare(arguments.count, arguments.against)
-    else:
-        beside_attacks(arguments.count, arguments.only)
+        table("beside", "alone, s", "beside, s", "ratio")
+        for name in given.only:
+            alone = median(seconds_of(server.small) for _ in range(given.count))
+            with under(ATTACKS[name], server):
+                beside = median(seconds_of(server.small) for _ in range(given.count))
+            line(name, alone, beside, beside / alone)
 
 
 if __name__ == "__main__":

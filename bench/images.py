@@ -8,46 +8,42 @@ is random, its tower by default twelve blocks of width 768. Both run in processe
 that a noisy machine shifts both; medians are printed, and the ratio within each repeat. Embeddings are compared.
 """
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1] / "tests"
+import mlx.core as mx
+import numpy as np
+
 MAX_PIXELS = 16_777_216
+See = Callable[[str], tuple[float, mx.array]]  # when the image was read, and its embeddings
 
 
-def measure_headstart(folder: str) -> None:
-    import mlx.core as mx
-    import numpy as np
-
+def headstart(folder: str) -> See:
     from headstart.checkpoint import load_model
     from headstart.images import read_image
 
-    tower = load_model(folder, vision=True, max_image_pixels=MAX_PIXELS).tower
+    model = load_model(folder, vision=True, max_image_pixels=MAX_PIXELS)
+    tower, backend = model.tower, model.backend
     assert tower is not None
 
-    def see(path: str) -> tuple[float, float, Any]:
-        start = time.perf_counter()
+    def see(path: str) -> tuple[float, mx.array]:
         pixels = read_image(path, tower.rules)
         patches = tower.rules.patches(pixels)
-        read = time.perf_counter()
-        made = deque(tower.run(mx.array(patches), tower.rules.grid(pixels)), maxlen=1).pop()  # kept as in the engine
-        mx.eval(made)
-        return read - start, time.perf_counter() - read, np.array(made.astype(mx.float32))
+        read = time.perf_counter()  # the last of the steps, as the engine keeps it
+        blocks = tower.run(backend, mx.array(patches), tower.rules.grid(pixels))
+        return read, deque(blocks, maxlen=1).pop()
 
-    answer(see)
+    return see
 
 
-def measure_mlx_vlm(folder: str) -> None:
-    import mlx.core as mx
-    import numpy as np
+def mlx_vlm(folder: str) -> See:
     from mlx_vlm.utils import load_model
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -55,109 +51,69 @@ def measure_mlx_vlm(folder: str) -> None:
     model = load_model(Path(folder))
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
-    def see(path: str) -> tuple[float, float, Any]:
-        start = time.perf_counter()
+    def see(path: str) -> tuple[float, mx.array]:
         made = processor(images=Image.open(path), return_tensors="np")
         read = time.perf_counter()
-        dtype = model.vision_tower.patch_embed.proj.weight.dtype
-        grid = mx.array(made["image_grid_thw"])
-        found = model.vision_tower(mx.array(made["pixel_values"]).astype(dtype), grid)
-        found = found[0] if isinstance(found, tuple) else found
-        mx.eval(found)
-        return read - start, time.perf_counter() - read, np.array(found.astype(mx.float32))
+        pixels = mx.array(made["pixel_values"]).astype(model.vision_tower.patch_embed.proj.weight.dtype)
+        found = model.vision_tower(pixels, mx.array(made["image_grid_thw"]))
+        return read, found[0] if isinstance(found, tuple) else found
 
-    answer(see)
+    return see
 
 
-def answer(see: Any) -> None:
-    """Answer a line with a path by a line with what the image cost."""
-    import mlx.core as mx
-
-    print("ready", flush=True)
-    for line in sys.stdin:
+def work(kind: str, folder: str) -> None:
+    """Answer a path by what the image cost."""
+    see = {"headstart": headstart, "mlx-vlm": mlx_vlm}[kind](folder)
+    print("{}", flush=True)
+    for path in sys.stdin:
         mx.reset_peak_memory()
-        held = mx.get_active_memory()
-        read, tower, made = see(line.strip())
-        peak = mx.get_peak_memory() - held
-        print(
-            json.dumps({"read": read, "tower": tower, "peak": peak, "sample": made[::50, ::50].tolist()}), flush=True
-        )
+        held, start = mx.get_active_memory(), time.perf_counter()
+        read, made = see(json.loads(path))
+        mx.eval(made)
+        found = {"read": read - start, "tower": time.perf_counter() - read, "peak": mx.get_peak_memory() - held}
+        sample = np.array(made.astype(mx.float32))[::50, ::50].tolist()
+        print(json.dumps(found | {"sample": sample}), flush=True)
 
 
-def start(python: str, kind: str, folder: str) -> "subprocess.Popen[str]":
-    command = [python, __file__, "--measure", kind, folder]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while (line := process.stdout.readline()) and line != "ready\n":
-        pass
-    return process
+def write_model(folder: Path, given: Any) -> None:
+    from vision_models import write_with_tower
 
-
-def ask(process: "subprocess.Popen[str]", path: Path) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(path, file=process.stdin, flush=True)
-    return dict(json.loads(process.stdout.readline()))
+    sizes = {"depth": given.depth, "hidden_size": given.hidden, "intermediate_size": 4 * given.hidden,
+             "num_heads": given.heads, "patch_size": 16, "num_position_embeddings": 2304}  # fmt: skip
+    write_with_tower(folder, layout="converted", tower=sizes, dtype=getattr(mx, given.dtype))
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings["size"] = {"shortest_edge": 65536, "longest_edge": MAX_PIXELS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mlx-vlm", metavar="PYTHON")
-    parser.add_argument("--sizes", nargs="+", default=["512x512", "1280x960"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        kind, folder = arguments.measure
-        (measure_headstart if kind == "headstart" else measure_mlx_vlm)(folder)
-        return
-
-    sys.path.insert(0, str(TESTS))
-    import mlx.core as mx
-    import numpy as np
+    from harness import Worker, line, median, options, ratio, table, turns
 
     from reference.pictures import picture
-    from vision_models import encoded, write_with_tower
+    from vision_models import encoded
 
+    given = options(
+        __doc__, mlx_vlm="", sizes=["512x512", "1280x960"], repeats=3, depth=12, hidden=768, heads=12, dtype="float32"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"depth": arguments.depth, "hidden_size": arguments.hidden, "intermediate_size": 4 * arguments.hidden,
-                 "num_heads": arguments.heads, "patch_size": 16, "num_position_embeddings": 2304}  # fmt: skip
-        write_with_tower(Path(folder), layout="converted", tower=sizes, dtype=getattr(mx, arguments.dtype))
-        settings = json.loads((Path(folder) / "preprocessor_config.json").read_text())
-        settings["size"] = {"shortest_edge": 65536, "longest_edge": MAX_PIXELS}
-        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
-        processes = {"headstart": start(sys.executable, "headstart", folder)}
-        if arguments.mlx_vlm:
-            processes["mlx-vlm"] = start(arguments.mlx_vlm, "mlx-vlm", folder)
-        print(f"| size | {arguments.dtype} | read, ms | tower, ms | memory, MB | tower relative to mlx-vlm |")
-        print("| --- | --- | ---: | ---: | ---: | ---: |")
-        for size in arguments.sizes:
-            width, height = map(int, size.split("x"))
+        write_model(Path(folder), given)
+        pythons = {"headstart": sys.executable} | ({"mlx-vlm": given.mlx_vlm} if given.mlx_vlm else {})
+        workers = {name: Worker(python, __file__, name, folder) for name, python in pythons.items()}
+        table("size", given.dtype, "read, ms", "tower, ms", "memory, MB", "tower relative to mlx-vlm")
+        for size in given.sizes:
             path = Path(folder) / "picture.png"
-            path.write_bytes(encoded(picture(width, height)))
-            for process in processes.values():
-                ask(process, path)  # compiles
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
-            for _ in range(arguments.repeats):
-                for name, process in processes.items():
-                    found[name].append(ask(process, path))
-            if "mlx-vlm" in found:
-                samples = [np.array(found[name][0]["sample"]) for name in found]
-                assert np.abs(samples[0] - samples[1]).max() < 0.05 * np.abs(samples[0]).max()
-            for name, runs in found.items():
-                read, tower = (1000 * statistics.median(run[each] for run in runs) for each in ("read", "tower"))
-                others = found.get("mlx-vlm", runs)
-                ratio = statistics.median(b["tower"] / a["tower"] for a, b in zip(runs, others, strict=True))
-                peak = max(run["peak"] for run in runs) / 1e6
-                print(f"| {size} | {name} | {read:.0f} | {tower:.0f} | {peak:.0f} | {ratio:.2f} × |")
-        for process in processes.values():
-            process.stdin.close()  # type: ignore[union-attr]
-            process.wait()
+            path.write_bytes(encoded(picture(*map(int, size.split("x")))))
+            found = turns({name: partial(each.ask, str(path)) for name, each in workers.items()}, given.repeats)
+            samples = [np.array(several[0]["sample"]) for several in found.values()]
+            assert np.abs(samples[0] - samples[-1]).max() < 0.05 * np.abs(samples[0]).max()
+            columns = {name: {key: [run[key] for run in runs] for key in runs[0]} for name, runs in found.items()}
+            for name, own in columns.items():
+                times = [1e3 * median(own[key]) for key in ("read", "tower")]
+                theirs = columns.get("mlx-vlm", own)["tower"]
+                line(size, name, *times, max(own["peak"]) / 1e6, ratio(theirs, own["tower"]))
+        for each in workers.values():
+            each.end()
 
 
 if __name__ == "__main__":
-    main()
+    work(*sys.argv[1:]) if sys.argv[1:2] in (["headstart"], ["mlx-vlm"]) else main()

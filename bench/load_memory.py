@@ -6,15 +6,18 @@ that the process held over what it held before loading; the aim is at most 1.2 t
 
 import json
 import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+import mlx.core as mx
+from harness import Worker, line, seconds_of, table
+from mlx.utils import tree_flatten
+
+from checkpoints import make_config, write_empty
+from headstart import models
+from headstart.checkpoint import load_model
 
 COMMON = {
     "vocab_size": 32000, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
@@ -29,12 +32,6 @@ CASES: dict[str, tuple[str, bool, dict[str, int]]] = {
 
 
 def write_case(folder: Path, family: str, fused: bool, sizes: dict[str, int]) -> None:
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    from checkpoints import make_config, write_empty
-    from headstart import models
-
     config = make_config(family, tie=False, dtype=mx.bfloat16, **COMMON, **sizes)
     flat: Any = tree_flatten(models.build(json.loads(json.dumps(config))).weights.parameters())
     shapes: dict[str, list[int]] = {}
@@ -54,38 +51,28 @@ def write_case(folder: Path, family: str, fused: bool, sizes: dict[str, int]) ->
 
 
 def measure(folder: str) -> None:
-    """Load in the child process, and print what it took in bytes and seconds."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    from headstart.checkpoint import load_model
-
+    """Load in this process, and print what it took in bytes and seconds."""
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    before, loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, []
     mx.reset_peak_memory()
-    started = time.perf_counter()
     # In the type of the file: cast to float32, as for experts on CPU, the source is only half of what stays.
-    model = load_model(folder, dtype=mx.bfloat16)
-    seconds = time.perf_counter() - started
-    flat: Any = tree_flatten(model.weights.parameters())
+    seconds = seconds_of(lambda: loaded.append(load_model(folder, dtype=mx.bfloat16)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
+    flat: Any = tree_flatten(loaded[0].weights.parameters())
     stays = sum(array.nbytes for _, array in flat)
     print(json.dumps({"stays": stays, "peak": peak, "mlx_peak": mx.get_peak_memory(), "seconds": seconds}))
 
 
 def main() -> None:
-    print(f"{'checkpoint':<16} {'file GB':>8} {'stays GB':>9} {'peak RSS':>14} {'peak mlx':>14} {'seconds':>8}")
+    table("checkpoint", "file GB", "stays GB", "peak RSS, GB", "to what stays", "peak of MLX", "to what stays", "s")
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             write_case(Path(folder), *case)
             size = (Path(folder) / "model.safetensors").stat().st_size
-            child = [sys.executable, __file__, folder]
-            found = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
-        columns = [f"{found[k] / 1e9:.2f} ({found[k] / found['stays']:.2f} x)" for k in ("peak", "mlx_peak")]
-        print(
-            f"{name:<16} {size / 1e9:>8.2f} {found['stays'] / 1e9:>9.2f} {columns[0]:>14} {columns[1]:>14} "
-            f"{found['seconds']:>8.1f}"
-        )
+            found = Worker(sys.executable, __file__, folder).what
+        stays = found["stays"]
+        peaks = [cell for peak in (found["peak"], found["mlx_peak"]) for cell in (peak / 1e9, peak / stays)]
+        line(name, size / 1e9, stays / 1e9, *peaks, found["seconds"])
 
 
 if __name__ == "__main__":

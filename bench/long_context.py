@@ -8,15 +8,12 @@ prefilled once; at each length, `--steps` plain steps (k = 0) are timed and the 
 from the length before. Memory is that of the sequence's state, counted by MLX.
 """
 
-import argparse
 import gc
-import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
+from harness import line, made_up, options, random_hybrid, seconds_of, table
 
 from headstart.checkpoint import load_model
 from headstart.engine.batch import Batch
@@ -25,20 +22,10 @@ from headstart.models import Model
 from headstart.sampling import SamplingParams, SequenceParams
 from headstart.state import CHUNK
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from checkpoints import write
-
-
-def random_model(hidden: int, context: int, dtype: str) -> Model:
-    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 4, "head_dim": 256}
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), "dense", max_position_embeddings=context, **sizes)
-        return load_model(folder, dtype=getattr(mx, dtype))
-
 
 def measure(model: Model, lengths: list[int], steps: int) -> list[tuple[float, float, float]]:
-    """Return tokens per second of prefill, milliseconds per step and bytes of the state, at each length."""
-    prompt = [(7 * i * i + 3 * i) % (model.vocabulary - 1) for i in range(max(lengths) + 1)]
+    """Return tokens per second of prefill, milliseconds per step and MB of the state, at each length."""
+    prompt = made_up(max(lengths) + 1, model.vocabulary)
     gc.collect()
     before = mx.get_active_memory()
     # With a head, which needs all hidden states: MLX would not compute the last layer's otherwise.
@@ -54,37 +41,32 @@ def measure(model: Model, lengths: list[int], steps: int) -> list[tuple[float, f
             done = end
         speed = (length - first) / (time.perf_counter() - start)
         held = mx.get_active_memory() - before
-        seconds = []
-        for _ in range(steps + 1):  # the first warms up
-            start = time.perf_counter()
-            mx.eval(step(model, batch, 0).tokens, batch.arrays())
-            seconds.append(time.perf_counter() - start)
+
+        def plain() -> None:
+            mx.eval(step(model, batch, 0).verdict.tokens, batch.arrays())
+
+        times = [seconds_of(plain) for _ in range(steps + 1)]
         done += steps + 1  # they are part of the context now
-        rows.append((speed, statistics.median(seconds[1:]) * 1e3, held))
+        rows.append((speed, 1e3 * median(times[1:]), held / 1e6))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 16384, 32768])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--dtype", default="bfloat16")
-    arguments = parser.parse_args()
-    lengths = sorted(arguments.tokens)
-    if arguments.model:
-        model = load_model(arguments.model)
-    else:
-        model = random_model(arguments.hidden, 2 * lengths[-1], arguments.dtype)
-    exact, small = (measure(each, lengths, arguments.steps) for each in (model, model.with_kv_bits(8)))
-    print("| tokens | prefill tokens/s | 8 bits | step ms | 8 bits | state MB | 8 bits |")
-    print("| ---: " * 7 + "|")
-    for length, (a, b, c), (d, e, f) in zip(lengths, exact, small, strict=True):
-        print(f"| {length} | {a:.0f} | {d:.0f} | {b:.1f} | {e:.1f} | {c / 1e6:.1f} | {f / 1e6:.1f} |")
-    spans = lengths[-1] - lengths[0]
-    per = [(rows[-1][2] - rows[0][2]) / spans * 1e4 / 1e6 for rows in (exact, small)] if spans else []
-    if per:
+    given = options(__doc__, model=None, tokens=[1024, 8192, 16384, 32768], steps=8, hidden=256, dtype="bfloat16")
+    lengths = sorted(given.tokens)
+    sizes = {"num_hidden_layers": 4, "head_dim": 256, "max_position_embeddings": 2 * lengths[-1]}
+    model = (
+        load_model(given.model)
+        if given.model
+        else random_hybrid(getattr(mx, given.dtype), hidden_size=given.hidden, **sizes)
+    )
+    exact, small = (measure(each, lengths, given.steps) for each in (model, model.with_kv_bits(8)))
+    table("tokens", "prefill tokens/s", "8 bits", "step ms", "8 bits", "state MB", "8 bits")
+    for length, ours, eight in zip(lengths, exact, small, strict=True):
+        line(length, *[cell for pair in zip(ours, eight, strict=True) for cell in pair])
+    if len(lengths) > 1:
+        span = (lengths[-1] - lengths[0]) / 10_000
+        per = [(rows[-1][2] - rows[0][2]) / span for rows in (exact, small)]
         print(f"\nMemory per 10,000 tokens: {per[0]:.1f} MB, in 8 bits {per[1]:.1f} MB.")
 
 

@@ -8,12 +8,14 @@ shifts all. Gaps are those of all streams from the prompt's arrival to its first
 chunk or slice changes no token: the prompt's first ones are compared.
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from statistics import median
+
+from harness import line, made_up, medians, options, table, turns
 
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Event, Request
@@ -41,71 +43,63 @@ class WholeChunks(Slices):
         return reading.left if first else 0
 
 
-class Run:
-    """The prompt beside some streams: seconds to its first token, of their steps before it, and of their gaps."""
+@dataclass(frozen=True)
+class Beside:
+    """A prompt beside streams. Times in seconds."""
 
-    def __init__(self, model: Model, tokens: int, streams: int, slices: type[Slices]):
-        engine = Engine(model, prefix=PrefixCache(0))
-        engine.reader.slices = slices(model.reading.backend, len(model.layers))
-        times: list[list[float]] = [[] for _ in range(streams + 1)]
-        said: list[list[int]] = [[] for _ in times]
-
-        def start(number: int, length: int) -> None:
-            def listen(event: Event) -> None:
-                said[number].extend(event.tokens)
-                times[number] += [time.perf_counter()] * bool(event.tokens)
-
-            prompt = [(7 * i * i + 3 * i + streams - number) % (model.vocabulary - 1) for i in range(length)]
-            params = SamplingParams(max_tokens=4 if number == streams else model.context_length, k=0)
-            engine.submit(Request(prompt, params), listener=listen)
-
-        for number in range(streams):
-            start(number, 40)
-        while streams and min(map(len, times[:-1])) < WARM_UP:
-            engine.run_once()
-        arrived = time.perf_counter()
-        start(streams, tokens)
-        while not times[-1]:
-            engine.run_once()
-        engine.cancel_all()
-        while engine.run_once():
-            pass
-        self.first = times[-1][0] - arrived
-        self.said = said[-1]
-        pairs = [pair for each in times[:-1] for pair in pairwise(each)]
-        self.step = statistics.median([b - a for a, b in pairs if b < arrived] or [0.0])
-        self.gaps = sorted(b - a for a, b in pairs if b > arrived and a < times[-1][0])
+    alone: float  # a step of the streams before it arrives
+    gaps: list[float]  # of the streams until its first token, in order
+    first: float  # from its arrival to its first token
+    said: list[int]
 
     def gap(self, share: float) -> float:
         return self.gaps[min(int(share * len(self.gaps)), len(self.gaps) - 1)] if self.gaps else 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-qwen3.5")
-    parser.add_argument("--tokens", type=int, default=11000)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    model = load_model(arguments.model)
-    if model.context_length < 2 * arguments.tokens:  # what it says there does not matter
-        model = replace(model, config={**model.config, "max_position_embeddings": 2 * arguments.tokens})
-    kinds = {"alone": (0, Slices), "chunks": (arguments.streams, WholeChunks), "slices": (arguments.streams, Slices)}
-    runs: dict[str, list[Run]] = {name: [] for name in kinds}
-    for _ in range(arguments.repeats):
-        for name, (streams, slices) in kinds.items():
-            runs[name].append(Run(model, arguments.tokens, streams, slices))
-    if len({tuple(run.said[:1]) for each in runs.values() for run in each}) > 1:
-        raise SystemExit("the tokens differ: this is a bug")
+def read_beside(model: Model, tokens: int, streams: int, slices: type[Slices] = Slices) -> Beside:
+    engine = Engine(model, prefix=PrefixCache(0))
+    engine.reader.slices = slices(model.reading.backend, len(model.layers))
+    times: list[list[float]] = [[] for _ in range(streams + 1)]
+    said: list[int] = []
 
-    print("| read in | step before, ms | gap p50, ms | p90 | p99 | longest | first token of the prompt, s |")
-    print("| --- " + "| ---: " * 6 + "|")
-    for name, each in runs.items():
-        times = [[run.step, *(run.gap(share) for share in (0.5, 0.9, 0.99, 1.0))] for run in each]
-        middle = [
-            f"{statistics.median(column) * 1e3:.1f}" if any(column) else "" for column in zip(*times, strict=True)
-        ]
-        print(f"| {name} | {' | '.join(middle)} | {statistics.median(run.first for run in each):.2f} |")
+    def start(number: int, length: int, most: int) -> None:
+        def listen(event: Event) -> None:
+            times[number] += [time.perf_counter()] * bool(event.tokens)
+            said.extend(event.tokens if number == streams else ())
+
+        prompt = made_up(length, model.vocabulary, streams - number)
+        engine.submit(Request(prompt, SamplingParams(max_tokens=most, k=0)), listener=listen)
+
+    for number in range(streams):
+        start(number, 40, model.context_length)
+    while streams and min(map(len, times[:-1])) < WARM_UP:
+        engine.run_once()
+    arrived = time.perf_counter()
+    start(streams, tokens, 4)
+    while not times[-1]:
+        engine.run_once()
+    engine.cancel_all()
+    while engine.run_once():
+        pass
+    pairs = [pair for each in times[:-1] for pair in pairwise(each)]
+    gaps = sorted(b - a for a, b in pairs if b > arrived and a < times[-1][0])
+    return Beside(median([b - a for a, b in pairs if b < arrived] or [0.0]), gaps, times[-1][0] - arrived, said)
+
+
+def main() -> None:
+    given = options(__doc__, model="tiny-qwen3.5", tokens=11000, streams=4, repeats=3)
+    model = load_model(given.model)
+    if model.context_length < 2 * given.tokens:  # what it says there does not matter
+        model = replace(model, config={**model.config, "max_position_embeddings": 2 * given.tokens})
+    kinds = {"alone": (0, Slices), "chunks": (given.streams, WholeChunks), "slices": (given.streams, Slices)}
+    runs = {name: partial(read_beside, model, given.tokens, *kind) for name, kind in kinds.items()}
+    found = turns(runs, given.repeats)
+    if len({tuple(run.said[:1]) for each in found.values() for run in each}) > 1:
+        raise SystemExit("the tokens differ: this is a bug")
+    table("read in", "step before, ms", "gap p50, ms", "p90", "p99", "longest", "first token of the prompt, s")
+    for name, each in found.items():
+        *times, first = medians([[run.alone, *map(run.gap, (0.5, 0.9, 0.99, 1.0)), run.first] for run in each])
+        line(name, *[1e3 * seconds if seconds else "" for seconds in times], first)
 
 
 if __name__ == "__main__":

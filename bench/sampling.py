@@ -2,16 +2,18 @@
 
     python bench/sampling.py [MODEL] [--k 0 3] [--sequences 1] [--repeats 9] [--stock]
 
-Settings take turns, a few steps each; figures are medians over the turns. `--stock` also measures each with MLX's
-operations for drawing and accepting, on the same kernels for the layers.
+Settings take turns, a few steps each; figures are medians over the turns, and of ratios within a turn. `--stock` also
+measures each with MLX's operations for drawing and accepting, on the same kernels for the layers.
 """
 
-import argparse
-import statistics
 import time
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import median
 
 import mlx.core as mx
+from harness import line, options, ratio, table, turns
 
 from headstart.checkpoint import load_model
 from headstart.engine.step import prefill_prompts, step
@@ -30,9 +32,7 @@ SETTINGS = {
     "with top_p .95": SamplingParams(temperature=0.8, top_p=0.95),
     "with min_p .05": SamplingParams(temperature=0.8, min_p=0.05),
     "with XTC": SamplingParams(temperature=0.8, xtc_probability=0.5, xtc_threshold=0.1),
-    "with presence and frequency penalties": SamplingParams(
-        temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5
-    ),
+    "with penalties": SamplingParams(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5),
     "greedy, repetition penalty 1.1": SamplingParams(repetition_penalty=1.1),
     "greedy, five log-probabilities": SamplingParams(logprobs=True, top_logprobs=5),
 }
@@ -45,8 +45,7 @@ class StockSampling(CpuBackend):
     choose, draw = SamplingSteps.choose, SamplingSteps.draw
 
 
-def turn(model: Model, params: SamplingParams, k: int, sequences: int) -> float:
-    """Return the milliseconds of a step."""
+def step_ms(model: Model, params: SamplingParams, k: int, sequences: int) -> float:
     prompts = [PROMPT[i % 5 :] + PROMPT[: i % 5] for i in range(sequences)]
     batch = prefill_prompts(model, prompts, k, sampling=params)
     for n in range(STEPS + 1):
@@ -58,30 +57,19 @@ def turn(model: Model, params: SamplingParams, k: int, sequences: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="tiny-qwen3.5")
-    parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
-    parser.add_argument("--sequences", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--stock", action="store_true")
-    given = parser.parse_args()
+    given = options(__doc__, "model", k=[0, 3], sequences=1, repeats=9, stock=False)
     models = {"": load_model(given.model)}
     if given.stock:
         models[", MLX's operations"] = replace(models[""], backend=StockSampling(models[""].backend.native))
-    cells = [(name, made, k) for name in SETTINGS for made in models for k in given.k]
-    times: dict[tuple[str, str, int], list[float]] = {cell: [] for cell in cells}
-    for _ in range(given.repeats):
-        for name, made, k in cells:
-            times[name, made, k].append(turn(models[made], SETTINGS[name], k, given.sequences))
-    print("| | " + " | ".join(f"k = {k} | to greedy" for k in given.k) + " |")
-    print("| --- |" + " ---: |" * 2 * len(given.k))
-    for name in SETTINGS:
-        for made in models:
-            each = [statistics.median(times[name, made, k]) for k in given.k]
-            to = [ms / statistics.median(times["greedy", "", k]) for ms, k in zip(each, given.k, strict=True)]
-            print(
-                f"| {name}{made} | " + " | ".join(f"{a:.2f} | {b:.2f}" for a, b in zip(each, to, strict=True)) + " |"
-            )
+    runs = {
+        (name, how, k): partial(step_ms, models[how], SETTINGS[name], k, given.sequences)
+        for name, how, k in product(SETTINGS, models, given.k)
+    }
+    times = turns(runs, given.repeats)
+    table("", *[head for k in given.k for head in (f"k = {k}, ms", "to greedy")])
+    for name, how in product(SETTINGS, models):
+        mine = [(times[name, how, k], times["greedy", "", k]) for k in given.k]
+        line(name + how, *[cell for own, greedy in mine for cell in (median(own), ratio(own, greedy))])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """How many JSON Schemas a server accepts, of how many it leaves out something, and whether answers are valid.
 
-    python bench/schemas.py FOLDER [--every N] [--answers 300] [--strict]
+    python bench/schemas.py FOLDER [--every N] [--answers 300] [--strict] [--check]
 
 FOLDER holds schemas in files, such as JSONSchemaBench's `data` (https://github.com/guidance-ai/jsonschemabench). A
 file may also hold its schema as `json_schema`. Answers are random walks through the grammar that end as soon as they
 may, so no model is needed: what the grammar permits is what any model's answer can be.
 """
 
-import argparse
 import json
 import random
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
+from harness import line, options, table
 
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.errors import RequestError
@@ -94,30 +94,29 @@ def is_valid(answer: str | None, schema: Any) -> bool | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--every", type=int, default=1, help="take every Nth schema")
-    parser.add_argument("--answers", type=int, default=300, help="schemas for which answers are checked")
-    parser.add_argument("--strict", action="store_true")
-    options = parser.parse_args()
-    schemas = list(read(options.folder, options.every))
+    given = options(__doc__, "folder", every=1, answers=300, strict=False, check=False)
+    schemas = list(read(Path(given.folder), given.every))
     random.seed(0)
-    asked = set(random.sample(range(len(schemas)), min(options.answers, len(schemas))))
+    asked = set(random.sample(range(len(schemas)), min(given.answers, len(schemas))))
     with ProcessPoolExecutor(2) as pool:
-        futures = [pool.submit(attempt, schema, i in asked, options.strict) for i, schema in enumerate(schemas)]
+        futures = [pool.submit(attempt, schema, i in asked, given.strict) for i, schema in enumerate(schemas)]
         outcomes = [future.result() for future in futures]
     accepted = [each for each in outcomes if not each.refused]
-    whole = [each for each in accepted if not each.left_out]
-    print(f"{len(outcomes)} schemas, {len(accepted)} accepted ({len(accepted) / len(outcomes):.1%})")
-    print(f"{len(whole)} with nothing left out ({len(whole) / len(outcomes):.1%})")
-    print(f"{sum(each.seconds > SLOW for each in outcomes)} slower than {SLOW:g} s")
-    for name, group in (("nothing left out", whole), ("all", accepted)):
-        finished = [each for each in group if each.valid is not None]
-        valid = sum(bool(each.valid) for each in finished)
-        print(f"{valid} of {len(finished)} finished answers valid: {name}")
-    for text, group in (("left out", [word for each in accepted for word in each.left_out]), ("refused", outcomes)):
-        words = Counter(each if isinstance(each, str) else each.refused[:120] for each in group)
-        print(text, *(f"  {count} {word}" for word, count in words.most_common(12) if word), sep="\n")
+    whole, slow = [each for each in accepted if not each.left_out], sum(each.seconds > SLOW for each in outcomes)
+    print(f"{len(outcomes)} schemas, {slow} slower than {SLOW:g} s")
+    kept = not slow
+    table("", "schemas", "share", "finished answers", "valid")
+    for name, group, least, valid in (("accepted", accepted, 0.97, 0.95), ("nothing left out", whole, 0.82, 1.0)):
+        checked = [each.valid for each in group if each.valid is not None]
+        line(name, len(group), f"{len(group) / len(outcomes):.1%}", len(checked), sum(checked))
+        kept &= len(group) >= least * len(outcomes) and sum(checked) >= valid * len(checked)
+    table("", "how often")
+    words = Counter(f"left out: {word}" for each in accepted for word in each.left_out)
+    words.update(f"refused: {each.refused[:120]}" for each in outcomes if each.refused)
+    for word, count in words.most_common(24):
+        line(word, count)
+    if given.check and not kept:
+        raise SystemExit("less than asked: 97% accepted, 82% with nothing left out, none slow, 95% and 100% valid")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 """Time a step by batch size and depth, beside mlx-lm's own step over the same weights in the same run.
 
     python bench/step.py [MODEL] [--rows 1 4] [--k 0 1 2 3] [--repeats 7]
+    python bench/step.py --describe metal [--k 0 3] [--repeats 30]
+
+`--describe` times what the host needs to describe a step, on any machine: see `describe.py`.
 
 Runs are interleaved and medians taken, so that a noisy machine shifts all columns alike; the ratios are what counts.
 `host` is the time that Python needs to build a step's graph, most of it while the device works on the step before.
 mlx-lm's column is its `generate_step` for one sequence, its forward and an argmax for more.
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
+from statistics import median
 
 import mlx.core as mx
+from harness import line, options, ratio, table, turns
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -28,11 +32,11 @@ STEPS = 12  # between two looks at the clock; fewer interleave more finely
 def ours(model: Model, rows: int, k: int) -> tuple[float, float]:
     """Return ms per step and ms of it in Python, with the engine's one step of overlap."""
     batch = prefill_prompts(model, [PROMPT] * rows, k)
-    mx.eval(step(model, batch, k).tokens, *batch.arrays())
+    mx.eval(step(model, batch, k).verdict.tokens, *batch.arrays())
     host, start, last = 0.0, time.perf_counter(), None
     for _ in range(STEPS):
         started = time.perf_counter()
-        result = step(model, batch, k)
+        result = step(model, batch, k).verdict
         host += time.perf_counter() - started
         mx.async_eval(result.tokens, result.accepted, result.finite, *batch.arrays())
         if last is not None:
@@ -65,40 +69,25 @@ def mlx_lm(model: Model, rows: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 8])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
-    globals()["STEPS"] = arguments.steps
-    model = load_model(arguments.model)
+    given = options(__doc__, "model", rows=[1, 4], k=[0, 1, 2, 3, 5, 8], repeats=7, steps=STEPS, describe="")
+    if given.describe:
+        from describe import describe  # needs the tests' tools
 
-    runs: dict[tuple[int, int | str], Callable[[], tuple[float, float]]] = {}
-    for rows in arguments.rows:
-        runs[rows, "mlx-lm"] = lambda rows=rows: (mlx_lm(model, rows), float("nan"))
-        for k in arguments.k:
-            runs[rows, k] = lambda rows=rows, k=k: ours(model, rows, k)
-    times: dict[tuple[int, int | str], list[tuple[float, float]]] = {name: [] for name in runs}
-    for repeat in range(arguments.repeats + 1):  # the first warms up
-        for name, run in runs.items():
-            measured = run()
-            if repeat:
-                times[name].append(measured)
-        print(f"run {repeat} of {arguments.repeats}", end="\r", flush=True)
-
-    print("| sequences | k | ms per step | to mlx-lm's | to k = 0 | host ms |\n| --- | --- | --- | --- | --- | --- |")
-    for (rows, k), measured in times.items():
-        # Ratios are taken within a repeat, where the machine was the same, and then their median.
-        def ratio(to: int | str, rows: int = rows, measured: list[tuple[float, float]] = measured) -> str:
-            other = times.get((rows, to))
-            pairs = zip(measured, other or [], strict=bool(other))
-            return f"{statistics.median(a[0] / b[0] for a, b in pairs):.2f}" if other else ""
-
-        step_ms = statistics.median(m[0] for m in measured)
-        host = f"{statistics.median(m[1] for m in measured):.2f}" if k != "mlx-lm" else ""
-        print(f"| {rows} | {k} | {step_ms:.2f} | {ratio('mlx-lm')} | {ratio(0)} | {host} |")
+        describe([given.model] if given.model else ["27b", "35b"], given.k, given.repeats)
+        return
+    globals()["STEPS"] = given.steps
+    model = load_model(given.model)
+    runs: dict[tuple[int, int | str], Callable[[], tuple[float, float | None]]] = {}
+    for rows in given.rows:
+        runs[rows, "mlx-lm"] = lambda rows=rows: (mlx_lm(model, rows), None)
+        runs |= {(rows, k): partial(ours, model, rows, k) for k in given.k}
+    found = turns(runs, given.repeats)
+    times = {name: [ms for ms, _ in each] for name, each in found.items()}
+    table("sequences", "k", "ms per step", "to mlx-lm's", "to k = 0", "host ms")
+    for (rows, k), own in times.items():
+        others = times[rows, "mlx-lm"], times.get((rows, 0))
+        host = median(ms for _, ms in found[rows, k]) if k != "mlx-lm" else None
+        line(rows, k, median(own), *[other and ratio(own, other) for other in others], host)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kernels beside stock ops: what agrees, what does not, and what the tuning on Metal found."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from fixtures import EVERY_FAMILY, FAMILIES, builtin_model, family_model
 from headstart.bench import kernel_times as module
 from headstart.bench.kernel_times import Comparison, kernel_table, kernel_times, of_check, time_kernel
+from headstart.kernels.checks import Candidate, KernelCheck
 
 ROWS = mx.random.normal((1, 16, 8), key=mx.random.key(1))
 
@@ -17,10 +18,12 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPEATS", 1)
 
 
-LATENT = ("deepseek_v3", "glm4_moe_lite", "longcat_flash")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "longcat_flash", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa")
 
 
-RECURRENT = {"nemotron_h": "Mamba-2"} | dict.fromkeys((*FAMILIES, "built in"), "gated delta net")
+RECURRENT = {"nemotron_h": "Mamba-2", "bailing_hybrid": "delta attention"} | dict.fromkeys(
+    (*FAMILIES, "built in"), "gated delta net"
+)
 
 
 @pytest.mark.parametrize("family", [*EVERY_FAMILY, "built in"])
@@ -60,25 +63,23 @@ def test_wrong_dependent_and_failing_kernels_are_shown() -> None:
 
 
 def test_what_the_tuning_on_metal_found_is_shown_as_it_is() -> None:
-    def candidate(name: str, refused: str | None, exact: bool, error: float | None, *seconds: float) -> object:
-        times = dict(zip((1, 2, 4, 16), seconds, strict=False))
-        return SimpleNamespace(name=name, refused=refused, exact=exact, error=error, seconds=times)
+    def candidate(
+        name: str, refused: str | None, exact: bool | None, error: float | None, *seconds: float
+    ) -> Candidate:
+        return Candidate(name, refused, exact, error, dict(zip((1, 2, 4, 16), seconds, strict=False)))
 
-    stock = candidate("stock", None, False, 0.0, 1e-4, 2e-4, 3e-4, 4e-4)
+    stock = candidate("stock", None, None, 0.0, 1e-4, 2e-4, 3e-4, 4e-4)
     split = candidate("metal-split", None, True, 2e-4, 9e-5, 1e-4, 1.1e-4, 3e-4)
     padded = candidate("metal-padded", None, False, 2e-4, 8e-5, 1.2e-4, 2e-4, 5e-4)
-    broken = candidate("metal-columns", "does not fit", False, None)
-    check = SimpleNamespace(
-        operation="product", shape="4096×2560, 4 bits", chosen="metal-split", exact=True,
-        candidates=(stock, split, padded, broken),
-    )  # fmt: skip
+    unfit = candidate("metal-columns", "does not fit", None, None)
+    check = KernelCheck("product", "4096×2560, 4 bits", "metal-split", True, (stock, split, padded, unfit))
     assert not of_check(check).failed
-    check.candidates[-1].refused = "failed: error: a |\n| b"
-    assert of_check(check).failed
-    assert r"failed: error: a \| \| b" in kernel_table([of_check(check)])
-    check.candidates[-1].refused = "does not fit"
+    broken = replace(check, candidates=(*check.candidates[:-1], replace(unfit, refused="failed: error: a |\n| b")))
+    assert of_check(broken).failed
+    assert r"failed: error: a \| \| b" in kernel_table([of_check(broken)])
     (line,) = kernel_table([of_check(check)]).splitlines()[2:]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "product", "4096×2560, 4 bits", "metal-split", "yes", "90 / 100 / 110 / 300", "no", "100 / 200 / 300 / 400",
+        "product", "4096×2560, 4 bits", "metal-split", "yes", "90 / 100 / 110 / 300", "not compared",
+        "100 / 200 / 300 / 400",
         "2e-04", "metal-padded: 80 / 120 / 200 / 500 µs, rows do not agree; metal-columns: does not fit",
     ]  # fmt: skip

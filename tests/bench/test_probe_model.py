@@ -3,6 +3,7 @@ head whose drafts are mostly rejected fails."""
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -35,10 +36,8 @@ class RoundsByWidth(Model):
 
     NOISE = 0.2
 
-    def trunk(
-        self, tokens: mx.array, state: BatchState, certain: int = 1, embeddings: mx.array | None = None
-    ) -> mx.array:
-        hidden = super().trunk(tokens, state, certain, embeddings)
+    def trunk(self, tokens: mx.array, state: BatchState, certain: int = 1, **given: Any) -> mx.array:
+        hidden = super().trunk(tokens, state, certain, **given)
         noise = mx.random.uniform(-self.NOISE, self.NOISE, hidden.shape[-1:], key=mx.random.key(tokens.shape[1]))
         return hidden + noise if tokens.shape[1] > 1 else hidden
 
@@ -105,6 +104,14 @@ def test_a_near_tie_is_one_of_logits() -> None:
         assert is_near_tie(model, text, likeliest, token) == (gap <= NEAR_TIE)
     assert is_near_tie(model, text, likeliest, likeliest)
     assert not is_near_tie(model, text, likeliest, mx.argmin(logits).item())
+
+
+def test_kernels_that_crashed_on_this_machine_are_named() -> None:
+    crashed = "product 12×32: metal-split crashed: the process or the machine ended when it was tried"
+    report = replace(probed(), excluded=[crashed])
+    assert report.passed
+    assert f"Not used on this machine: {crashed}." in report.markdown()
+    assert report.as_dict()["excluded_kernels"] == [crashed]
 
 
 def test_every_divergence_is_reported_with_its_tokens() -> None:

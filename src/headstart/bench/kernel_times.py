@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,11 +19,13 @@ import mlx.nn as nn
 from ..kernels import Backend
 from ..kernels.layers import (
     Attention,
+    DeltaAttention,
     FeedForward,
     GatedDeltaNet,
     LatentAttention,
     Mamba2,
     Mixer,
+    MlpAndExperts,
     Part,
     Pass,
     Residual,
@@ -37,6 +39,7 @@ CHECKED = (1, 2, 3, 4, 5, 9)  # rows that must have the bits that they have amon
 TIMED = (1, 2, 4)  # rows: a plain step, and windows with one and with three drafts
 REPEATS = 7
 PRODUCTS = 6  # the largest shapes of product that are shown
+AGREE = {True: "yes", False: "no", None: "not compared"}
 PATIENCE = 2.0  # seconds to time one operation; one repeat is always done
 
 Run = Callable[[mx.array], mx.array]  # [1, rows, K] → [1, rows, N], each row from those up to itself
@@ -59,7 +62,7 @@ class KernelTime:
     used: str
     exact: bool  # a row has the same bits among any number of rows
     seconds: dict[int, float] = field(default_factory=dict)
-    stock_exact: bool = False
+    stock_exact: bool | None = False  # None where that was not looked at
     stock_seconds: dict[int, float] = field(default_factory=dict)
     distance: float | None = None  # from stock ops, relative
     others: str = ""  # candidates that are not used, and why
@@ -93,12 +96,12 @@ def of_check(check: Any) -> KernelTime:
         stock.seconds,
         used.error,
         "; ".join(f"{each.name}: {each.refused or _measured(each)}" for each in others),
-        any((each.refused or "").startswith(("failed", "differs")) for each in check.candidates),
+        bool(check.excluded),
     )
 
 
 def _measured(candidate: Any) -> str:
-    return f"{_microseconds(candidate.seconds)} µs" + ("" if candidate.exact else ", rows do not agree")
+    return f"{_microseconds(candidate.seconds)} µs" + (", rows do not agree" if candidate.exact is False else "")
 
 
 def time_kernel(operation: Comparison, rows: mx.array) -> KernelTime:
@@ -132,7 +135,7 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
     rows = [
         [
             *(each.operation, each.shape, each.used, "yes" if each.exact else "no", _microseconds(each.seconds)),
-            *("yes" if each.stock_exact else "no", _microseconds(each.stock_seconds)),
+            *(AGREE[each.stock_exact], _microseconds(each.stock_seconds)),
             *("" if each.distance is None else f"{each.distance:.0e}", each.others),
         ]
         for each in times
@@ -156,7 +159,7 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
 def comparisons(model: Model) -> Iterator[Comparison]:
     """Yield the parts of one layer of each kind, by the model's backend and by MLX's operations, then the largest
     products."""
-    hidden, ours, stock = int(model.config["hidden_size"]), model.backend, model.backend.stock()
+    hidden, ours, stock = model.hidden_size, model.backend, model.backend.stock()
     found: dict[tuple[str, str], Comparison] = {}
     for part in (part for layer in model.layers for part in layer.parts):
         named = describe(part.does)
@@ -164,7 +167,7 @@ def comparisons(model: Model) -> Iterator[Comparison]:
             runs = _run(ours, part, model.dtype), _run(stock, part, model.dtype)
             found[named] = Comparison(*named, hidden, *runs)
     yield from found.values()
-    tied = [] if "lm_head" in model.weights else [model.weights.embed_tokens]
+    tied = [] if "lm_head" in model.weights or not model.layers else [model.weights.embed_tokens]
     linear = [each for each in model.weights.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
     products = {_shape(layer): layer for layer in (*linear, *tied)}
     for inputs, shape in sorted(products, key=lambda each: -products[each].weight.nbytes)[:PRODUCTS]:
@@ -182,9 +185,13 @@ def describe(does: Mixer | FeedForward) -> tuple[str, str]:
     if isinstance(does, LatentAttention):
         latent, rotated = does.head_sizes
         return "latent attention", f"{does.module.num_heads} heads, {latent} latent and {rotated} rotated"
-    net = does.module
+    net: Any = does.module
+    if isinstance(does, MlpAndExperts):
+        return "feed-forward", f"dense and {net.experts.switch_glu.up_proj.weight.shape[0]} experts"
     if isinstance(does, GatedDeltaNet):
         return "gated delta net", f"{net.num_v_heads} heads of {net.head_k_dim}×{net.head_v_dim}"
+    if isinstance(does, DeltaAttention):
+        return "delta attention", f"{net.num_heads} heads of {net.head_dim}×{net.head_dim}"
     if isinstance(does, Mamba2):
         return "Mamba-2", f"{net.num_heads} heads of {net.ssm_state_size}×{net.head_dim}"
     if "switch_mlp" not in net:
@@ -195,11 +202,15 @@ def describe(does: Mixer | FeedForward) -> tuple[str, str]:
 
 def _run(backend: Backend, part: Part, dtype: mx.Dtype) -> Run:
     """Return the part alone: zeros are the residual stream. MLX may multiply experts in another type."""
-    experts = isinstance(part.does, FeedForward) and "switch_mlp" in part.does.module
-    if experts and (computes := backend.activations(dtype, True, set())) != dtype:
+    experts = describe(part.does)[1].endswith("experts")
+    if (
+        isinstance(part.does, FeedForward)
+        and experts
+        and (computes := backend.activations(dtype, True, set())) != dtype
+    ):
         module = deepcopy(part.does.module)
         module.set_dtype(computes)
-        part = part._replace(does=FeedForward(module))
+        part = part._replace(does=replace(part.does, module=module))
         dtype = computes
 
     def run(x: mx.array) -> mx.array:

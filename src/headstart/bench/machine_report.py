@@ -14,15 +14,24 @@ from ..models import Model
 from .kernel_times import KernelTime, kernel_table, kernel_times
 from .local import K, decode_batch
 from .machine import current_load, device_facts, memory_facts, without_private_names
+from .machine_costs import check_facts, describe_facts, logged, memory_costs, settings
 from .measurement import Trial, add_up
 from .probe import Divergence, ProbeReport, decode_depths, find_divergences, probe_prompts
-from .report import table
+from .report import bullets, table
 from .system import system_info
+from .time_limit import OutOfTime, TimeLimit
 
 DEEPEST = 4  # most drafts per step
 TOKENS = 40  # per answer
-STEPS = 5 * (DEEPEST + 2) + 3  # of progress per model: the runs of a probe, loading, the batch, kernels
-DECODED = 5 * TOKENS * (DEEPEST + 2)  # tokens that take as long one by one as all of it
+STEPS = 5 * (DEEPEST + 2) + 4  # of progress per model: the runs of a probe, loading, the batch, kernels, costs
+SECONDS = {
+    "facts": 30.0,
+    "load": 120.0,
+    "decoding": 100.0,
+    "batch": 30.0,
+    "kernels": 45.0,
+    "costs": 30.0,
+}  # of a part, at most
 
 NOTE = """
 - rows agree: a row has the same bits among 1 to 16 rows; distance: from stock ops, relative
@@ -34,29 +43,43 @@ Progress = Callable[[str], None]
 @dataclass
 class MachineReport:
     progress: Progress
+    limit: TimeLimit = field(default_factory=TimeLimit)
     parts: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # titles of parts that could not be made, or found a mistake
+    unfinished: list[str] = field(default_factory=list)  # titles of parts whose time was over
     shown: list[KernelTime] = field(default_factory=list)  # models may share shapes, which Metal's tuning lists once
 
-    def add(self, title: str, make: Callable[[], str]) -> None:
-        """Add a part. Where it fails, the report says why and goes on."""
-        text = self.attempt(title, make)
-        self.parts += [title, text]
+    def begin(self, doing: str) -> None:
+        """Report what is about to be done, as long as there is time for it."""
+        self.limit.check()
+        self.progress(doing)
 
-    def attempt(self, title: str, make: Callable[[], str]) -> str:
-        """Return what `make` returns, or why it failed."""
+    def add(self, title: str, make: Callable[[], str], part: str = "facts") -> None:
+        """Add a part. Where it fails or takes too long, the report says so and goes on."""
+        self.parts += [title, self.attempt(title, make, part)]
+
+    def attempt(self, title: str, make: Callable[[], str], part: str = "facts") -> str:
+        """Return what `make` returns, or why it did not."""
         try:
-            return make()
+            with self.limit.part(SECONDS[part]):
+                return make()
+        except OutOfTime as over:
+            self.unfinished.append(title.lstrip("# "))
+            return f"**No figures: {over}.**"
         except Exception as error:
             self.failed.append(title.lstrip("# "))
             return f"**Failed.** {type(error).__name__}: {error}"
 
+    def hung(self) -> "MachineReport":
+        """Return the report as far as it is made, where a part does not end."""
+        self.failed.append(f"a part that hangs, after {self.parts[-2].lstrip('# ') if self.parts else 'nothing'}")
+        return self
+
     def markdown(self) -> str:
         """Return the report without private names."""
-        if self.failed:
-            verdict = f"**Failed: {', '.join(self.failed)}.**"
-        else:
-            verdict = "Nothing failed."
+        verdict = f"**Failed: {', '.join(self.failed)}.**" if self.failed else "Nothing failed."
+        if self.unfinished:
+            verdict += f" Out of time: {', '.join(self.unfinished)}."
         when = datetime.now(UTC).strftime("%Y-%m-%d")
         parts = ["# Headstart report", f"{when}. {verdict}", *self.parts]
         return without_private_names("\n\n".join(parts)) + "\n"
@@ -64,19 +87,22 @@ class MachineReport:
 
 def report_machine(report: MachineReport, models: Sequence[tuple[str, Path]]) -> None:
     """Measure this machine with the models, each a name and its folder. The report has what was measured so far."""
-    before = report.attempt("load before", current_load)
-    report.add("## Device", lambda: _facts(device_facts()))
-    report.add("## Memory", lambda: _facts(memory_facts()))
-    for name, folder in models:
-        _report_model(report, name, folder)
-    report.add("## Load and thermal state", lambda: _facts({"before": before, "after": current_load()}))
+    with logged() as said:
+        before = report.attempt("load before", current_load)
+        report.add("## Device", lambda: _facts(device_facts() | {"settings": settings()}))
+        report.add("## Memory", lambda: _facts(memory_facts()))
+        for name, folder in models:
+            _report_model(report, name, folder)
+        report.limit.reopen(SECONDS["facts"])  # what follows takes a moment, and tells what went wrong
+        report.add("## Warnings and errors", lambda: bullets(said) if said else "None, of a GPU or otherwise.")
+        report.add("## Load and thermal state", lambda: _facts({"before": before, "after": current_load()}))
 
 
 def _report_model(report: MachineReport, name: str, folder: Path) -> None:
     loaded: list[tuple[Model, TokenizerWrapper]] = []
 
     def begin(doing: str) -> None:
-        report.progress(f"{name}: {doing}")
+        report.begin(f"{name}: {doing}")
 
     def load() -> str:
         begin("loading")
@@ -92,7 +118,9 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
             reason = (model.head_unavailable or "the model has no head").rstrip(".")
             return f"No drafts: {reason}. Without them {rate:.1f} tokens/s, one sequence."
         k = min(DEEPEST, model.max_k)
-        depths = decode_depths(model, prompts, k, TOKENS, begin)
+        depths = decode_depths(model, prompts, k, TOKENS, begin, lambda: report.limit.is_over)
+        prompts = dict(list(prompts.items())[: len(depths[0].sequences)])
+        report.limit.extend(SECONDS["batch"])  # also where there was no time for more than one prompt
         begin("decoding all prompts in a batch")
         batched: dict[K, Trial] = {
             depth: decode_batch(model, list(prompts.values()), depth, TOKENS) for depth in (0, k)
@@ -106,11 +134,16 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
         if not probe.passed:
             report.failed.append(f"{name}, decoding")
         how = f"k = 0 to {k} and auto alone, k = 0 and {k} in a batch of {len(prompts)}"
-        return f"{verdict} ({how}).\n\n{probe.body()}\n\nPeak memory: {mx.get_peak_memory() / 1e9:.2f} GB."
+        return f"{verdict} ({how}).\n\n{probe.body()}"
+
+    def costs() -> str:
+        begin("describing steps")
+        model = loaded[0][0]
+        return _facts(check_facts(model.backend.checks()) | describe_facts(model) | memory_costs(model))
 
     def kernels() -> str:
         begin("comparing kernels with stock ops")
-        times = kernel_times(loaded[0][0])
+        times = kernel_times(loaded[0][0], lambda operation: report.limit.check())
         if wrong := [f"{each.operation} {each.shape}" for each in times if each.failed]:
             report.failed.append(f"{name}, kernels ({'; '.join(wrong)})")
         new = [each for each in times if each not in report.shown]
@@ -119,10 +152,11 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
         return f"{kernel_table(new)}\n{NOTE}" if new else f"No shape that is not above. In use: {in_use}."
 
     mx.reset_peak_memory()
-    report.add(f"## {name}", load)
+    report.add(f"## {name}", load, "load")
     if loaded:
-        report.add(f"### {name}: decoding", decode)
-        report.add(f"### {name}: kernels", kernels)
+        report.add(f"### {name}: decoding", decode, "decoding")
+        report.add(f"### {name}: kernels", kernels, "kernels")
+        report.add(f"### {name}: costs", costs, "costs")
 
 
 def exactness(different: Sequence[Divergence], compared: int, *, promised: bool) -> str:

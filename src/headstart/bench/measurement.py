@@ -21,6 +21,7 @@ class Trial:
     accepted: Sequence[int] = ()
     sequences: list[list[int]] = field(default_factory=list, repr=False)  # token ids
     exact: bool = True  # the engine promises the tokens of plain decoding
+    cpu_seconds: float = 0.0  # of this process in `seconds`, all threads
 
     @property
     def rate(self) -> float:
@@ -92,7 +93,7 @@ def _add_by_position(counts: Sequence[Sequence[int]]) -> list[int]:
 def summarise(plan: BenchPlan, trials: Trials[Trial]) -> list[Measurement]:
     """Return measurements in the order of the plan. Where the baseline is missing there are no ratios."""
     return [
-        _measurement(variant, condition, trials[condition], plan.variants[0])
+        _measurement(variant, condition, trials[condition], plan.variants[0], plan.same_text)
         for condition in plan.conditions
         for variant in plan.variants
         if variant in trials.get(condition, {})
@@ -100,7 +101,7 @@ def summarise(plan: BenchPlan, trials: Trials[Trial]) -> list[Measurement]:
 
 
 def _measurement(
-    variant: str, condition: Condition, by_variant: Mapping[str, Mapping[int, Trial]], baseline: str
+    variant: str, condition: Condition, by_variant: Mapping[str, Mapping[int, Trial]], baseline: str, same_text: bool
 ) -> Measurement:
     trials = list(by_variant[variant].values())
     plain = by_variant.get(baseline, {})
@@ -123,7 +124,7 @@ def _measurement(
         step_ms=1e3 * condition.value * total.tokens_per_round / speed.median,
         acceptance_rate=sum(total.accepted) / sum(total.proposed) if sum(total.proposed) else None,
         acceptance_by_position=total.acceptance_by_position,
-        identical=all(_same(trial.sequences, expected) for trial in trials) if expected else None,
+        identical=all(_same(trial.sequences, expected) for trial in trials) if expected and same_text else None,
     )
 
 

@@ -5,10 +5,10 @@ each variant once under each condition, in a new order, so that a machine that s
 them alike.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..errors import HeadstartError
 
@@ -46,6 +46,22 @@ class BenchPlan:
     values: Sequence[float]  # of the load
     tokens: int = 64  # per sequence; servers may end an answer earlier
     repeats: int = 3
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams; greedy without any
+
+    @property
+    def greedy(self) -> bool:
+        return not self.sampling.get("temperature")
+
+    @property
+    def same_text(self) -> bool:
+        """Return whether every variant has the same tokens where rows are computed independently."""
+        return self.greedy or "seed" in self.sampling
+
+    @property
+    def sampling_words(self) -> str:
+        """Return how tokens are chosen."""
+        given = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
+        return "greedy" + f", {given}" * bool(given) if self.greedy else given
 
     @property
     def conditions(self) -> list[Condition]:
@@ -58,9 +74,10 @@ class BenchPlan:
 
     def __str__(self) -> str:
         loads = ", ".join(LOAD_WORDS[self.load].format(value) for value in self.values)
+        sampled = "" if self.greedy else f", {self.sampling_words}"
         return (
             f"{', '.join(self.variants)} on {', '.join(self.prompts)} prompts, {loads}: {self.runs} runs of "
-            f"{self.tokens} tokens per sequence ({self.repeats} repeats and one to warm up)"
+            f"{self.tokens} tokens per sequence{sampled} ({self.repeats} repeats and one to warm up)"
         )
 
 

@@ -43,9 +43,15 @@ def probe_prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:
 
 
 def decode_depths(
-    model: Model, prompts: Mapping[str, Sequence[int]], k: int, tokens: int, progress: Callable[[str], None]
+    model: Model,
+    prompts: Mapping[str, Sequence[int]],
+    k: int,
+    tokens: int,
+    progress: Callable[[str], None],
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[K, Trial]:
-    """Decode each prompt alone at every depth up to k and with auto, all depths by turns, and add up the prompts.
+    """Decode each prompt alone at every depth up to k and with auto, all depths by turns, and add up the prompts: the
+    first, and others until it is `enough`.
 
     `progress` is called before each run, (k + 2) · (1 + prompts) times, with what comes next.
     """
@@ -54,7 +60,9 @@ def decode_depths(
     for depth in depths:
         progress(f"warming up, k={depth}")
         decode_batch(model, [next(iter(prompts.values()))], depth, tokens)
-    for kind, prompt in prompts.items():
+    for number, (kind, prompt) in enumerate(prompts.items()):
+        if number and enough():
+            break
         for depth in depths:
             progress(f"{kind}, k={depth}")
             trials[depth].append(decode_batch(model, [prompt], depth, tokens))
@@ -97,6 +105,7 @@ class ProbeReport:
     depths: dict[K, Trial]  # of all texts, at k = 0, 1, 2, … and auto
     divergences: list[Divergence]
     remedy: str  # how to get a sound head, where this one is not
+    excluded: Sequence[str] = ()  # kernels that failed, were wrong or crashed on this machine, and why
 
     @property
     def fixed(self) -> dict[int, Trial]:
@@ -141,6 +150,7 @@ class ProbeReport:
             "model": self.model,
             "machine": asdict(self.machine),
             "remedy": self.remedy,
+            "excluded_kernels": list(self.excluded),
         }
 
     def markdown(self) -> str:
@@ -180,6 +190,8 @@ class ProbeReport:
             yield f"Speculation pays here: k = {self.best_k} is {gain:.2f}× as fast as no drafts."
         else:
             yield "Speculation does not pay here: no depth is faster than decoding without drafts."
+        for kernel in self.excluded:
+            yield f"Not used on this machine: {kernel}."
         yield "Passed." if self.passed else "Failed."
 
     def _depths(self) -> str:

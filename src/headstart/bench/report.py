@@ -72,9 +72,11 @@ class BenchReport:
 def opening(title: str, machine: SystemInfo, plan: BenchPlan, stopped: str | None) -> list[str]:
     """Return the first paragraphs of a report."""
     parts = [f"# Benchmark: {title}", f"Measured on {machine}"]
-    parts.append(
-        f"Greedy, {plan.tokens} tokens per sequence. Medians of {plan.repeats} interleaved repeats (lowest–highest)."
+    how, interleaved = (
+        plan.sampling_words.capitalize(),
+        f"Medians of {plan.repeats} interleaved repeats (lowest–highest).",
     )
+    parts.append(f"{how}; {plan.tokens} tokens per sequence. {interleaved}")
     return [*parts, f"**Not complete: {stopped}**"] if stopped else parts
 
 
