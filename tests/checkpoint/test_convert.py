@@ -254,11 +254,11 @@ def test_values_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"bits": 7}, "7 bits: mlx quantises to 2, 3, 4, 5, 6, 8 bits in the mode affine"),
+        ({"bits": 7}, "7 bits: mlx quantises to 1, 2, 3, 4, 5, 6, 8 bits in the mode affine"),
         ({"mode": "nvfp4", "bits": 8}, "8 bits: mlx quantises to 4 bits in the mode nvfp4"),
         ({"mode": "affine"}, "mode affine: say with how many bits"),
         ({"mode": "fp4"}, "mode fp4: mlx has affine, mxfp4"),
-        ({"mtp_bits": 1}, "--mtp-bits 1: say keep, or one of 2, 3"),
+        ({"mtp_bits": 7}, "--mtp-bits 7: say keep, or one of 1, 2, 3"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
         ({"bits": 4, "mix": "more"}, "more: say keep, a number of bits, or a mode of mxfp4"),
         ({"mix": 6}, "say with --bits or --mode what the others do"),

@@ -165,14 +165,28 @@ def test_chat_bench_and_serve_take_a_drafter(tmp_path: Path, monkeypatch: pytest
     result = CliRunner().invoke(app, ["chat", "--drafter", str(drafter), "-n", "8", "--k", "12"], input="a\n")
     assert result.exit_code == 0, result.output
     assert answers[0].proposed_by_source["drafter"] == answers[0].proposed_draft_tokens > 0
-    measured = ["--k", "0,12", "--batch-size", 1, "-n", 20, "--repeats", 1, "--prompts", "code", "--json"]
+    measured = [
+        "--temperature",
+        0,
+        "--k",
+        "0,12",
+        "--batch-size",
+        1,
+        "-n",
+        20,
+        "--repeats",
+        1,
+        "--prompts",
+        "code",
+        "--json",
+    ]
     report = json.loads(run("bench", "--drafter", drafter, *measured))
     assert [each["variant"] for each in report["measurements"] if each["identical"]] == ["k=0", "k=12"]
     pools: list[ModelPool] = []
     monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
     monkeypatch.setattr(serve, "_load", lambda server, state, pool, model: pools.append(pool))
     run("serve", "--drafter", drafter, "--port", 0)
-    assert [model.info.drafter for model in pools[0].models] == [{"kind": "dflash", "max_k": 15}]
+    assert [model.drafter for model in pools[0].models] == [{"kind": "dflash", "max_k": 15}]
 
 
 def test_several_machines_refuse_a_drafter(target: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from mlx_lm.utils import load_model as mlx_lm_load
 from test_convert import converted
 from test_load import assert_same
 
+import gemma4
 from checkpoints import save, write
-from families import CONFIGS, HEADS, write_family
+from families import CONFIGS, HEADS, NOT_IN_MLX_LM, write_family
 from headstart.checkpoint import load_model, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
@@ -21,7 +22,15 @@ from headstart.engine.invariance import is_batch_invariant
 from headstart.errors import CheckpointError, HeadError
 from headstart.models import text_config
 
-OTHER_ROPE = ("ministral3", "mistral3", "step3p5", "nemotron_h")  # rope_parameters in both, a list, none at all
+OTHER_ROPE = (
+    "glm_moe_dsa",
+    "ministral3",
+    "mistral3",
+    "step3p5",
+    "step3p7",
+    "nemotron_h",
+    *gemma4.CONFIGS,
+)  # rope_parameters in both, a list, none at all
 
 
 def stripped(kept: Path, folder: Path) -> Path:
@@ -61,7 +70,10 @@ def test_a_conversion_is_the_release_and_a_graft_brings_its_head_back(
     assert layout.layout == "converted"
     assert layout.mtp.available == (family in HEADS)
     assert is_batch_invariant(load_model(kept))  # in bfloat16 too, quantised or not
-    if family != "ernie4_5_moe":  # of which mlx-lm takes `moe_layer_end_index: -1` for no experts at all
+    if family not in (
+        "ernie4_5_moe",
+        *NOT_IN_MLX_LM,
+    ):  # of which mlx-lm takes `moe_layer_end_index: -1` for no experts at all
         mlx_lm_load(kept, lazy=True)
     if bits is None:
         assert_same(load_model(raw, dtype=mx.float32), load_model(kept, dtype=mx.float32))
@@ -198,8 +210,8 @@ def test_a_head_of_another_family_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
-    change(write_family(tmp_path, "llama"), model_type="gpt_oss")
-    with pytest.raises(CheckpointError, match=r"model_type 'gpt_oss' is unknown. Headstart runs .*deepseek_v3"):
+    change(write_family(tmp_path, "llama"), model_type="bark")
+    with pytest.raises(CheckpointError, match=r"model_type 'bark' is unknown. Headstart runs .*deepseek_v3"):
         load_model(tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_every_type_is_read_to_the_bit(tmp_path: Path, kind: str) -> None:
     assert_same_numbers(load_model(file, dtype=mx.float32), load_model(raw, dtype=mx.float32))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", pytest.param("Q5_K", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["dense", "moe", "llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_architecture_is_the_release(tmp_path: Path, family: str, kind: str) -> None:
     raw = write_release(tmp_path / "raw", family, **(LARGE if kind in HALVES else {}))

@@ -158,6 +158,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
         sizes(max_position_embeddings=None), "config.json", "max_position_embeddings is missing",
     ),
     "config: flag list": (sizes(norm_topk_prob=[1]), "config.json", "norm_topk_prob is [1]"),
+    "config: no experts chosen": (sizes(num_experts=4), "config.json", "num_experts_per_tok is 0; it must be from 1"),
     "config: activation": (sizes(hidden_act="x"), "config.json", "hidden_act is 'x'; it must be silu"),
     "config: activation list": (sizes(hidden_act=["silu"]), "config.json", "hidden_act is ['silu']"),
     "config: another's": (sizes(mlp_hidden_act="gelu"), "config.json", "mlp_hidden_act is 'gelu'; it must be relu2"),

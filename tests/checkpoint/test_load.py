@@ -179,7 +179,7 @@ def test_native_kernels_keep_the_type_that_they_take() -> None:
         pytest.skip("needs the native CPU kernels")
     assert compute_dtype(backend, "bfloat16", True, {"affine"}) == mx.bfloat16
     assert compute_dtype(backend, "float16", True, {"affine"}) == mx.float32
-    assert compute_dtype(backend, "bfloat16", False, {"affine", "mxfp4"}) == mx.float32
+    assert compute_dtype(backend, "bfloat16", False, {"affine", "mxfp4", "mxfp8", "nvfp4"}) == mx.bfloat16
 
 
 def test_the_type_can_be_chosen(tmp_path: Path) -> None:
@@ -256,9 +256,10 @@ def test_a_mac_refuses_weights_that_leave_the_system_too_little(
     monkeypatch.setenv("HEADSTART_MEMORY_GB", "14.5")
     with pytest.raises(CheckpointError, match=r"and 14\.50 GB of this device's memory are left; a short"):
         check()
-    monkeypatch.setenv("HEADSTART_MEMORY_GB", "much")
-    with pytest.raises(HeadstartError, match="HEADSTART_MEMORY_GB is 'much'"):
-        check()
+    for wrong in ("-1", "much"):
+        monkeypatch.setenv("HEADSTART_MEMORY_GB", wrong)
+        with pytest.raises(HeadstartError, match=f"HEADSTART_MEMORY_GB is '{wrong}'"):
+            check()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def test_convert_keeps_it_in_half_precision(tmp_path: Path) -> None:
 
 def test_is_loaded_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_with_tower(tmp_path / "raw")
-    assert load_model(folder).tower is None
+    without = load_model(folder)
+    assert without.tower is None
+    assert "serve it with --images" in str(without.tower_unavailable)
     assert tower_of(folder).rules.max_pixels == 4096
     limited = load_model(folder, vision=True, max_image_pixels=1024).tower
     assert limited is not None

@@ -54,9 +54,11 @@ def test_each_sequence_has_the_logits_of_mlx_lm_with_its_adapter(
     for index, path in enumerate((first, last)):
         expected = load_adapters(load_model(folder, dtype=mx.float32).lm, str(path))(TOKENS)
         found = logits(model, index)
-        assert mx.abs(found - expected).max() < 5e-6 * mx.abs(expected).max()
+        assert mx.abs(found - expected).max() < 1e-5 * mx.abs(expected).max()  # as without an adapter
         assert mx.abs(found - plain).max() > 0.1 * mx.abs(expected).max()
     base = logits(model, -1)
+    if kernels == "native":
+        assert mx.array_equal(base, plain)  # adapters that nobody uses change nothing
     assert mx.abs(base - plain).max() < 1e-5 * mx.abs(plain).max()
     mixed = logits(model, 1, -1, 0, 0)
     for row, alone in enumerate((logits(model, 1), base, logits(model, 0), logits(model, 0))):

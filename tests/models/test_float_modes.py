@@ -19,6 +19,9 @@ from checkpoints import requantize, write, write_drafter
 from families import write_family
 from fixtures import generate
 from headstart.checkpoint import load_model
+from headstart.engine.invariance import is_batch_invariant
+from headstart.kernels import choose_backend
+from headstart.kernels.cpu.backend import CpuBackend
 from headstart.models import Model
 from headstart.state import BatchState
 
@@ -89,7 +92,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("family", "mode", "embedding", "head"), cases())
 def test_text_is_mlx_lms_at_every_depth(tmp_path: Path, family: str, mode: str, embedding: bool, head: bool) -> None:
     folder = write_mode(tmp_path, family, mode, embedding=embedding, head=head)
-    model = load_model(folder)
+    model = load_model(folder, dtype=mx.float32)
     assert types_of(model) == {model.dtype} == {mx.float32}
     assert ("scales" in model.weights.embed_tokens) == embedding
     plain, drafted = (generate(model, PROMPT, max_tokens=TOKENS, k=k) for k in (0, 3 if model.has_head else "auto"))
@@ -98,9 +101,21 @@ def test_text_is_mlx_lms_at_every_depth(tmp_path: Path, family: str, mode: str, 
     assert plain.stats.as_dict()["dtype"] == "float32"
 
 
+@pytest.mark.skipif(not isinstance(choose_backend(), CpuBackend), reason="no CPU kernels here")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_kernels_compute_in_the_type_of_the_files(tmp_path: Path, family: str, mode: str) -> None:
+    model = load_model(write_mode(tmp_path, family, mode, embedding=True, head=family == "moe"))
+    assert model.dtype == mx.bfloat16
+    assert model.backend.is_shown(model.layers, model.weights, model.dtype)  # router, experts, head and embedding too
+    assert types_of(model) == {mx.bfloat16, mx.float32}  # logits are what was summed
+    assert is_batch_invariant(model)
+    assert generate(model, PROMPT, max_tokens=TOKENS, k=0).tokens == generate(model, PROMPT, max_tokens=TOKENS).tokens
+
+
 def test_a_tied_embedding_and_a_drafter_compute_in_the_models_type(tmp_path: Path) -> None:
     folder = requantize(write(tmp_path / "model", "dense", "converted", tie=True), "nvfp4", keep=("mtp.",))
-    model = load_model(folder, drafter=write_drafter(tmp_path / "drafter", folder))
+    model = load_model(folder, drafter=write_drafter(tmp_path / "drafter", folder), dtype=mx.float32)
     assert types_of(model) == {mx.float32}
     state = model.make_state(1)
     model.trunk(mx.array([PROMPT]), state, certain=len(PROMPT))

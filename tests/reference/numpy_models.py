@@ -340,6 +340,7 @@ class Reference:
             parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
             x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
             head = f"{name}.transformer.shared_head"
+            head = head if f"{head}.norm.weight" in self.tensors else f"{name}.shared_head"
             return x, self.linear(self.norm(x, f"{head}.norm"), f"{head}.output")
         embedding = self.tensors[f"{name}.embed_tokens.weight"][tokens]
         parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,8 +19,9 @@ Made = TypeVar("Made", bound=BaseModel)
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 FamilyName = Literal[
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "mimo_v2_flash",
-    "step3p5", "exaone_moe", "nemotron_h", "ernie4_5_moe", "longcat_flash", "llama", "mistral3", "ministral3",
-    "qwen2", "qwen3", "qwen3_moe",
+    "deepseek_v32", "glm_moe_dsa", "bailing_hybrid", "step3p5", "step3p7", "exaone_moe", "nemotron_h",
+    "ernie4_5_moe", "longcat_flash", "llama", "mistral3", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma4",
+    "qwen4_exp",
 ]  # fmt: skip
 Capability = Literal["text", "vision", "thinking", "tools"]
 Positive = Annotated[int, Field(ge=1)]
@@ -60,6 +61,12 @@ class Sampling(StrictModel):
 class SamplingDefaults(StrictModel):
     thinking: Sampling | None = None
     not_thinking: Sampling | None = None
+
+    def params(self, *, thinking: bool) -> dict[str, Any]:
+        """Return one recommendation as fields of SamplingParams, or the other where there is only that."""
+        first, second = self.thinking, self.not_thinking
+        chosen = (first or second) if thinking else (second or first)
+        return chosen.model_dump(exclude_none=True) if chosen else {}
 
 
 class Gain(StrictModel):

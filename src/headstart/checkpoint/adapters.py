@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..errors import AdapterError
+from ..errors import AdapterError, check_type
 from ..kernels.adapters import ADAPTERS, Adapter, LayerAdapters
 from ..models import Model
 from .config import read_object
@@ -54,10 +54,11 @@ def read_adapters(given: Mapping[str, str | Path], model: Model) -> list[StoredA
     model."""
     found = []
     for name, path in given.items():
-        if not NAME.fullmatch(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise AdapterError(
                 f"adapter {name!r}: a name begins with a letter or digit, and has these, dots, dashes or underscores"
             )
+        check_type(path, (str, Path), f"adapter {name!r}", "give its folder")
         adapter = _read(name, Path(path).expanduser())
         _check(adapter, model)
         found.append(adapter)
@@ -75,9 +76,10 @@ def attach_adapters(model: Model, adapters: Sequence[StoredAdapter]) -> Model:
         rank = max(adapter.rank for adapter in having)
         down = [mx.pad(a.astype(mx.float32), [(0, 0), (0, rank - a.shape[1]), (0, 0)]) for a, _ in parts]
         scaled = [each.scale * b.astype(mx.float32) for each, (_, b) in zip(having, parts, strict=True)]
-        up = [mx.pad(b, [(0, 0), (0, 0), (0, rank - b.shape[2])]) for b in scaled]
+        up = [mx.pad(b.swapaxes(1, 2), [(0, 0), (0, rank - b.shape[2]), (0, 0)]) for b in scaled]
         slots = tuple(having.index(each) if each in having else -1 for each in adapters)
-        held = LayerAdapters(slots, mx.concatenate(down), mx.concatenate(up))
+        ranks = tuple(each.rank for each in having)
+        held = LayerAdapters(slots, mx.concatenate(down), mx.concatenate(up), ranks)
         mx.eval(held.down, held.up)
         modules[name][ADAPTERS] = held
     _check_applied(model, modules, adapters)

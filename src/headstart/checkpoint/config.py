@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import models
 from ..errors import CheckpointError
+from ..models.wrapped import context_length
 from .transformers5 import missing_names
 
 MAX_JSON = 100_000_000  # bytes; the safetensors library refuses longer headers too
@@ -34,10 +35,14 @@ POSITIVE = (
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
 MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # drafters with a text_config of a Gemma 4
 DRAFTERS = ("qwen3_5_mtp",)  # model types of folders that hold a head alone, as mlx-vlm's `split_mtp` writes them
 ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
 # What the layers compute, whatever config.json says; nemotron_h has the second field in place of the first.
-ACTIVATIONS = {"hidden_act": ("silu", "swish"), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
+ACTIVATIONS = {
+    "hidden_act": ("silu", "swish"), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+}  # fmt: skip
 
 
 class Malformed(Exception):
@@ -127,7 +132,7 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
     """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads.
 
     `drafter`: the folder may hold nothing but a head. Its config then has the model's `model_type`, and its own as
-    `drafter`.
+    `drafter`; so has an assistant's.
     """
     file = path / "config.json"
     if not file.exists():
@@ -136,13 +141,23 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no config.json, so this is not a model folder.{remedy}")
     config = read_object(file)
     model_type = config.get("model_type")
-    if drafter and model_type in DRAFTERS and isinstance(config.get("text_config"), dict):
+    held = (*ASSISTANTS, *DRAFTERS) if drafter else ASSISTANTS
+    if model_type in held and isinstance(config.get("text_config"), dict):
         config["drafter"], model_type = model_type, config["text_config"].get("model_type")
         config["model_type"] = model_type
-    if not isinstance(model_type, str) or model_type not in models.FAMILIES:
+    if isinstance(model_type, str) and model_type in models.MISSING:
+        raise CheckpointError(f"{file}: model_type {model_type!r} cannot run: {models.MISSING[model_type]}.")
+    if not isinstance(model_type, str) or not (model_type in models.FAMILIES or models.has_mlx_lm(config)):
         raise CheckpointError(
-            f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}."
+            f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}, "
+            "and what mlx-lm runs."
         )
+    if not models.is_ours(config):
+        with file_errors(file, REMEDY):
+            _check_wrapped(config)
+        text = models.text_config(config)
+        text["max_position_embeddings"] = context_length(text)
+        return config
     with file_errors(file, REMEDY):
         _check(config)
         text, family = models.text_config(config), models.FAMILIES[model_type].name
@@ -150,6 +165,18 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
         _check(config)
     _add_rope_names(text, family)
     return config
+
+
+def _check_wrapped(config: dict[str, Any]) -> None:
+    """Check what is ours to read, and that no size is absurd; the rest is mlx-lm's to check."""
+    for field in ("text_config", "quantization", "quantization_config"):
+        _require_object(field, config.get(field, {}), nullable=field != "text_config")
+    if "model_file" in config:
+        raise Malformed("model_file names code that comes with the model, which is never run")
+    for field, value in (*config.items(), *models.text_config(config).items()):
+        most = MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
+        if SIZE.fullmatch(field) and type(value) is int and not 0 <= value <= most:
+            raise _wrong(field, value, f"a whole number from 0 to {most:,}")
 
 
 def _check(config: dict[str, Any]) -> None:
@@ -167,9 +194,11 @@ def _check(config: dict[str, Any]) -> None:
     for many, few in MULTIPLES:
         if text.get(many) and text.get(few) and text[many] % text[few]:
             raise Malformed(f"{many} is {text[many]}, not a multiple of {few}, which is {text[few]}")
-    experts = text.get("num_experts")
-    if experts is not None and (text.get("num_experts_per_tok") or 0) > experts:
-        raise Malformed(f"num_experts_per_tok is {text['num_experts_per_tok']}, more than there are experts")
+    named = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    field = next((name for name in named if name in text), named[0])
+    experts, chosen = text.get("num_experts"), text.get(field) or 0
+    if experts and not (type(chosen) is int and 1 <= chosen <= experts):
+        raise Malformed(f"{field} is {shortened(chosen)}; it must be from 1 to {experts}, the number of experts")
     for field, computed in ACTIVATIONS.items():
         if (value := text.get(field)) is not None and value not in computed:
             raise _wrong(field, value, f"{computed[0]}, the only one that is supported")
@@ -180,7 +209,7 @@ def _check(config: dict[str, Any]) -> None:
         _require_object(field, text.get(field), nullable=True)
         rope = text.get(field) or {}
         numbers |= {f"{field}.{name}": rope[name] for name in ROPE_NUMBERS if name in rope}
-    per_layer = config["model_type"] == "step3p5"
+    per_layer = config["model_type"] in ("step3p5", "step3p7")
     for field, value in numbers.items():
         for number in value if isinstance(value, list) and field == "rope_theta" and per_layer else [value]:
             share = field.endswith("partial_rotary_factor")  # of a head's numbers
@@ -204,7 +233,7 @@ def _add_rope_names(text: dict[str, Any], family: str) -> None:
     its own name mlx-lm refuses a Qwen3-Next and runs a Qwen3.5 with a default that may not be the model's.
     """
     scaling = text.get("rope_parameters")
-    if family not in ("qwen3_5", "qwen3_5_moe"):
+    if family not in ("qwen3_5", "qwen3_5_moe", "qwen4_exp"):
         if scaling and "rope_theta" not in text:
             kind = scaling.get("rope_type", scaling.get("type", "default"))
             text.update({name: scaling[name] for name in ROPE_NUMBERS if name in scaling and name not in text})

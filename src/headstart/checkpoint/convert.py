@@ -3,6 +3,7 @@
     model-*.safetensors         the trunk, as mlx-lm would have written it, and the vision tensors
     mtp/weights.safetensors     the head, where no `*.safetensors` pattern of mlx-lm or mlx-vlm finds it
     norms/weights.safetensors   the trunk's norms in float32
+    ngrams/weights.safetensors  tables of n-gram embeddings, copied as they are
 
 A plan is made of mlx's lazy arrays: sizes are known before a weight is read, and an array is computed when it is
 written.
@@ -33,6 +34,8 @@ from .parameters import Stored, parameter_shapes, quantization_of
 from .quantize import Choose, Quantization, Recipe, choose_quantization, stored_quantization
 from .read import LazyFiles, open_file, read_parameter
 from .safetensors import INDEX, Progress, read_header, shard_files, write_safetensors
+from .tables import TABLES, copy_tables
+from .wrapped import refuse_wrapped
 
 SIDECAR = "mtp/weights.safetensors"
 PARTS = ("weight", "scales", "biases", "global_scale")
@@ -54,11 +57,13 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for arrays in self.files.values() for array in arrays.values())
+        tables = sum(table.nbytes for table in self.source.tables)
+        return sum(array.nbytes for arrays in self.files.values() for array in arrays.values()) + tables
 
 
 def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original: str | None = None) -> Conversion:
     """Decide what every tensor becomes, or raise an error if the source cannot be converted."""
+    refuse_wrapped(source.path, source.config, "weights are not converted", "Take `mlx_lm.convert`.")
     if source.layout == "converted":
         raise CheckpointError(
             f"{source.path}: already converted to MLX. Name the original; "
@@ -85,7 +90,7 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
         files[f"model{of}.safetensors"] = shard
     if source.mtp.available:
         files[SIDECAR] = convert_head(source.stored, model, recipe)
-    if recipe.dtype != mx.float32 and model.family.norm_offset:
+    if recipe.dtype != mx.float32 and model.family.norm_offset and not model.family.norms_stay:
         files[NORMS] = norms
     return Conversion(source, destination, recipe, files, _new_config(source, recipe, quantized), original)
 
@@ -98,6 +103,8 @@ def convert(plan: Conversion, progress: Progress = lambda written: None) -> None
     with staging_folder(destination) as folder:
         for name, arrays in plan.files.items():
             write_safetensors(folder / name, arrays, progress)
+        if plan.source.tables:
+            copy_tables(folder / TABLES, plan.source.tables, progress)
         if plan.source.head_card is not None:
             shutil.copyfile(plan.source.head_folder / CARD, folder / CARD)
         for path in companions:
@@ -166,6 +173,7 @@ def _convert_parameters(
             array = array.astype(recipe.dtype) if recipe.dequantize else array
         else:
             offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
+            offset = 0.0 if offset is not None and model.family.norms_stay else offset
             array = read_parameter(name, stored, files, recipe.dtype, norm_offset=offset)
         if how:
             quantized[module] = how

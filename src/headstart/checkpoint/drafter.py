@@ -1,7 +1,8 @@
-"""Block drafters on disk, as released for DFlash and DFlash2: recognise one, check that it fits a model, and read it.
+"""Drafters on disk: recognise one, check that it fits a model, and read it. Assistants are in `assistant.py`.
 
-A drafter is a folder of its own with a config.json of a small Qwen3 and the fields `block_size`, `mask_token_id`,
-`target_layer_ids` and `num_target_layers`, flat or under `dflash_config`. It has no embedding and no output layer.
+A block drafter, as released for DFlash and DFlash2, is a folder of its own with a config.json of a small Qwen3 and
+the fields `block_size`, `mask_token_id`, `target_layer_ids` and `num_target_layers`, flat or under `dflash_config`.
+It has no embedding and no output layer.
 """
 
 import json
@@ -19,7 +20,9 @@ from mlx.utils import tree_unflatten
 from .. import models
 from ..errors import DrafterError, printable_error
 from ..kernels.norms import Norm, use_float32_norms
+from ..models.assistant import Assistant
 from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
+from .assistant import check_assistant, expected_assistant, is_assistant, released_name
 from .atomic import publish, require_space, staging_folder
 from .config import MAX_LAYERS, REMEDY, read_config
 from .names import ParameterPart
@@ -36,6 +39,7 @@ from .quantize import Recipe, choose_quantization
 from .read import LazyFiles, read_parameter
 from .safetensors import read_header, shard_files, write_safetensors
 
+KEPT = ("fc", "pre_projection", "post_projection")  # between the drafter and its target: never quantised
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 KINDS = {"full_attention", "sliding_attention"}
 MAX_BLOCK = 2**16
@@ -51,16 +55,22 @@ class DrafterLayout:
     parameters: int
     bytes: int
     config: dict[str, Any] = field(repr=False)
-    drafter: DFlash = field(repr=False)  # not computed yet
+    drafter: DFlash | Assistant = field(repr=False)  # not computed yet
     stored: Stored = field(repr=False)
 
     def report(self) -> dict[str, Any]:
         """Return the JSON of `headstart inspect`."""
-        spec, public = self.drafter.spec, ("dtype", "quantization", "parameters", "bytes")
+        public = ("dtype", "quantization", "parameters", "bytes")
+        known = {"path": str(self.path), "family": self.drafter.kind}
+        known |= {name: getattr(self, name) for name in public}
+        if isinstance(self.drafter, Assistant):
+            clusters, text = self.drafter.spec.clusters, self.config["text_config"]
+            sizes = {"hidden_size": self.drafter.spec.target_hidden, "vocab_size": text["vocab_size"]}
+            return {**known, "clusters": clusters and clusters[0], "scored_clusters": clusters and clusters[1],
+                    "layers": text["num_hidden_layers"], "target": sizes}  # fmt: skip
+        spec = self.drafter.spec
         return {
-            "path": str(self.path),
-            "family": "dflash",
-            **{name: getattr(self, name) for name in public},
+            **known,
             "block_size": spec.block_size,
             "mask_token_id": spec.mask_token,
             "target_layer_ids": list(spec.target_layers),
@@ -69,18 +79,23 @@ class DrafterLayout:
 
 
 def is_drafter(path: Path) -> bool:
-    """Return whether a folder holds a block drafter instead of a model."""
-    return (path / "config.json").exists() and "target_layer_ids" in _fields(read_config(path, drafter=True))
+    """Return whether a folder holds a drafter instead of a model."""
+    if not (path / "config.json").exists():
+        return False
+    config = read_config(path, drafter=True)
+    return is_assistant(config) or "target_layer_ids" in _fields(config)
 
 
 def read_drafter(path: Path) -> DrafterLayout:
     """Recognise the drafter in the folder `path` from its config and the headers of its files."""
     config = read_config(path)
-    drafter = _expected_drafter(path, config)
+    drafter = expected_assistant(path, config) if is_assistant(config) else _expected_drafter(path, config)
     stored = {}
     for file in shard_files(path, lambda name: True):
         for tensor in read_header(file).tensors.values():
             name = tensor.name.removeprefix("model.").replace("_codebook.weight", "_codebook")
+            if name.startswith("masked_embedding.") and "masked_embedding" not in drafter.weights:
+                continue  # 12B's assistant has clusters that config.json says are not used
             stored[name] = StoredParameter((TensorSource(tensor, "raw", ParameterPart(name)),), tensor.shape)
     if problem := find_misfit(stored, drafter.weights):
         remedy = "Download the drafter again: config.json and the weights must come from one place."
@@ -103,6 +118,9 @@ def read_drafter(path: Path) -> DrafterLayout:
 
 def check_drafter(layout: DrafterLayout, path: Path, config: dict[str, Any]) -> None:
     """Refuse a drafter that was made for another model than the one at `path`."""
+    if isinstance(layout.drafter, Assistant):
+        check_assistant(layout.path, layout.config, path, config)
+        return
     ours, theirs = models.text_config(config), _fields(layout.config)
     if layout.drafter.spec.target_layers[-1] >= ours["num_hidden_layers"]:
         theirs.setdefault("num_target_layers", f"above {layout.drafter.spec.target_layers[-1]}")
@@ -125,7 +143,8 @@ def read_drafter_weights(layout: DrafterLayout, dtype: mx.Dtype) -> None:
 
 
 def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *, dry_run: bool = False) -> int:
-    """Write the drafter to a new folder, quantised as `recipe` says but for `fc` and norms. Return its bytes."""
+    """Write the drafter to a new folder, quantised as `recipe` says but for norms and what is in `KEPT`. Return its
+    bytes."""
     if layout.quantization is not None:
         raise DrafterError(f"{layout.path}: quantised already. Name the original.")
     if destination.exists():
@@ -136,7 +155,7 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
     for name in parameter_shapes(layout.drafter.weights):
         path, array = name.removesuffix(".weight"), read_parameter(name, layout.stored, files, recipe.dtype)
         module = modules.get(path)
-        if how and path != "fc" and module is not None and choose_quantization(path, module, lambda *_: how):
+        if how and path not in KEPT and module is not None and choose_quantization(path, module, lambda *_: how):
             parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=False)
             arrays |= {f"{path}.{part}": values for part, values in parts}
         else:
@@ -146,6 +165,9 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
         return nbytes
     require_space(destination, nbytes)
     config = layout.config | ({"quantization": how} if how else {})
+    if isinstance(layout.drafter, Assistant):
+        config["model_type"] = config.pop("drafter")
+        arrays = {released_name(name): array for name, array in arrays.items()}
     with staging_folder(destination.absolute()) as folder:
         write_safetensors(folder / "model.safetensors", arrays, lambda written: None)
         (folder / "config.json").write_text(json.dumps(config, indent=4))

@@ -95,24 +95,7 @@ def gguf_config(gguf: GGUFFile) -> dict[str, Any]:
             "norm_topk_prob": True,
         }
     if kind.startswith("qwen3_5"):
-        values = _size(gguf, "ssm.time_step_rank")
-        config |= {
-            "full_attention_interval": gguf.get("full_attention_interval", 4),
-            "linear_conv_kernel_dim": gguf.get("ssm.conv_kernel"),
-            "linear_key_head_dim": gguf.get("ssm.state_size"),
-            "linear_num_key_heads": _size(gguf, "ssm.group_count"),
-            "linear_num_value_heads": values,
-            "linear_value_head_dim": _size(gguf, "ssm.inner_size") // values,
-            "shared_expert_intermediate_size": gguf.get("expert_shared_feed_forward_length"),
-            "mtp_num_hidden_layers": nextn,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": theta,
-                "partial_rotary_factor": dimensions / head_dim,
-                "mrope_section": [size for size in gguf.get("rope.dimension_sections", ()) if size],
-                "mrope_interleaved": True,
-            },
-        }
+        config |= _hybrid_config(gguf, theta, dimensions / head_dim)
     elif dimensions != head_dim:
         raise CheckpointError(
             f"{gguf.path}: rope.dimension_count is {dimensions}, and heads have {head_dim} numbers."
@@ -122,6 +105,28 @@ def gguf_config(gguf: GGUFFile) -> dict[str, Any]:
         outer = {name: config[name] for name in OUTER if name in config}
         return {"model_type": kind.removesuffix("_text"), **outer, "text_config": config}
     return config
+
+
+def _hybrid_config(gguf: GGUFFile, theta: float, rotated: float) -> dict[str, Any]:
+    """Return what Qwen3.5 has beside Qwen3's fields."""
+    values = _size(gguf, "ssm.time_step_rank")
+    return {
+        "full_attention_interval": gguf.get("full_attention_interval", 4),
+        "linear_conv_kernel_dim": gguf.get("ssm.conv_kernel"),
+        "linear_key_head_dim": gguf.get("ssm.state_size"),
+        "linear_num_key_heads": _size(gguf, "ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": _size(gguf, "ssm.inner_size") // values,
+        "shared_expert_intermediate_size": gguf.get("expert_shared_feed_forward_length"),
+        "mtp_num_hidden_layers": gguf.get("nextn_predict_layers", 0),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": rotated,
+            "mrope_section": [size for size in gguf.get("rope.dimension_sections", ()) if size],
+            "mrope_interleaved": True,
+        },
+    }
 
 
 def gguf_header(gguf: GGUFFile, config: dict[str, Any]) -> Header:

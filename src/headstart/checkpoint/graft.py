@@ -24,6 +24,7 @@ from .layout import Layout, expected_model
 from .parameters import find_misfit
 from .quantize import Recipe
 from .safetensors import Progress, write_safetensors
+from .wrapped import refuse_wrapped
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Graft:
 
 def require_lost_head(model: Layout) -> None:
     """Refuse a model that needs no graft, before anything is downloaded."""
+    refuse_wrapped(model.path, model.config, "heads are not known", "Run it as it is.")
     if model.layout == "gguf" or (model.layout == "raw" and models.head_modules(model.config)):
         raise CheckpointError(f"{model.path}: not converted to MLX. `headstart convert` keeps the head.")
     if model.mtp.available:

@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from .. import models
 from ..errors import HeadError
+from .assistant import is_assistant
 from .config import read_config
-from .names import FINAL_NORM, Names
+from .names import FINAL_NORMS, Names
 from .parameters import Stored, find_parameters
 from .read import read_parameter
 from .repack import repacked
@@ -51,8 +52,10 @@ def read_head(source: Path) -> Stored:
 
 def check_sizes(path: Path, config: dict[str, Any], source: str, other: dict[str, Any]) -> None:
     """Refuse the head of a `source` whose config.json, `other`, is of another family or size than the model's."""
+    if is_assistant(other):
+        raise HeadError(f"{source}: an assistant, which is no head: name it with --drafter.")
     theirs, ours = models.text_config(other), models.text_config(config)
-    families = [models.FAMILIES[each["model_type"]].name for each in (other, config)]
+    families = [models.family_of(each).name for each in (other, config)]
     if families[0] != families[1]:
         raise HeadError(f"{source}: another model, {families[0]} where {path} is {families[1]}.")
     for field in SIZES:
@@ -77,12 +80,13 @@ def check_final_norm(
         return
     files = shard_files(source, names.is_final_norm)
     theirs = find_parameters([read_header(file) for file in files if file.exists()], names, head=False)
-    if FINAL_NORM not in theirs:
+    if (norm := next((each for each in FINAL_NORMS if each in theirs), None)) is None:
         return
-    offset = models.FAMILIES[config["model_type"]].norm_offset
-    ours, other = (read_parameter(FINAL_NORM, each, {}, mx.float32, norm_offset=offset) for each in (trunk, theirs))
+    family = models.family_of(config)
+    how: dict[str, Any] = {"norm_offset": family.norm_offset, "norms_stay": family.norms_stay}
+    ours, other = (read_parameter(norm, each, {}, mx.float32, **how) for each in (trunk, theirs))
     if not mx.allclose(ours, other, rtol=ROUNDING, atol=ROUNDING):
         raise HeadError(
-            f"{name or source}: another model of the same sizes: its final norm ({FINAL_NORM}) is not that of "
+            f"{name or source}: another model of the same sizes: its final norm ({norm}) is not that of "
             f"{path}. Name the original that {path.name} was converted from."
         )

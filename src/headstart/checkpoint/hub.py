@@ -22,6 +22,7 @@ from .head import find_sidecar, sidecar_names
 from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS
 from .names import Names, is_vision
 from .safetensors import INDEX, read_header, shard_names
+from .tables import TABLES
 
 LOG = logging.getLogger("headstart")
 BUILTIN = Path(__file__).parents[1] / "builtin"
@@ -59,6 +60,10 @@ def resolve_head(name: str | Path) -> Path:
 
 def locate(name: str | Path | None = None) -> Path | str:
     """Return the folder that `name` stands for, or the id of a model on the hub."""
+    if name == "":
+        raise CheckpointError(
+            "the model's name is empty: give a folder, a hub id, or no name for the built-in model."
+        )
     try:
         path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
     except RuntimeError as error:  # ~somebody
@@ -128,7 +133,7 @@ def missing_files(repo: str, *, text: bool = True, vision: bool = False) -> tupl
     sidecars = [name for name in sidecar_names(config) if name in sizes]
     wanted = {*(sidecars[:1] or shard_names(folder, names.is_head))}
     if text:
-        wanted |= {NORMS, *shard_names(folder, names.is_text)}
+        wanted |= {NORMS, TABLES, *shard_names(folder, names.is_text)}
     if vision:
         wanted |= {*shard_names(folder, is_vision)}
     if text and not wanted & sizes.keys():

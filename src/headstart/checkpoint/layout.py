@@ -4,7 +4,7 @@ import copy
 import re
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from huggingface_hub import metadata_load
 
 from .. import cards, models
 from ..errors import CheckpointError, HeadstartError, printable_error
+from .assistant import is_assistant
 from .config import REMEDY, read_config
 from .gguf import read_gguf
 from .gguf_folder import linked_gguf
@@ -23,8 +24,6 @@ from .gguf_model import GGUF, gguf_header
 from .head import CARD, SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
 from .parameters import (
-    BITS,
-    UNREAD,
     Stored,
     find_misfit,
     find_parameters,
@@ -34,10 +33,13 @@ from .parameters import (
 )
 from .repack import METHODS, repacked
 from .safetensors import INDEX, Header, read_header, read_index
+from .tables import TABLES, StoredTable, find_tables
 from .vision import find_tower
+from .wrapped import read_facts, refuse_for_wrapped, without_head
 
 NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
+INDEX_PART = re.compile(r"\.(?:indexer\.|index_\w+\.)")  # of names
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
 HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}
 # org/name as huggingface_hub accepts it, which otherwise raises a ValueError.
@@ -69,6 +71,7 @@ class Layout:
     stored: Stored = field(repr=False)  # by the model's names; the head's only if available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
     head_source: Path | None = None  # the folder that the head is from, if not the model's own
+    tables: tuple[StoredTable, ...] = field(default=(), repr=False)  # of n-gram embeddings
 
     @property
     def head_folder(self) -> Path:
@@ -87,9 +90,10 @@ class Layout:
     def dispatch(self, mtp: bool | None = None) -> cards.Dispatch:
         """Decide whether the head drafts, and how far. `mtp`: the user's choice; None leaves it to HEADSTART_MTP."""
         unusable = None if self.mtp.available else self.mtp.reason
-        return cards.dispatch(
+        decision = cards.dispatch(
             self.card, own=self.head_card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp
         )
+        return decision if models.is_ours(self.config) else replace(decision, reason=self.mtp.reason)
 
     def report(self) -> dict[str, Any]:
         """Return the JSON of `headstart inspect`."""
@@ -97,11 +101,24 @@ class Layout:
         return {
             "path": str(self.path),
             **{name: getattr(self, name) for name in public},
+            "forward": "headstart" if models.is_ours(self.config) else "mlx-lm",
             "native_mtp": asdict(self.mtp) | (self.head_card.model_dump() if self.head_card else {}),
             "vision": find_tower(self.path, self.config).report(),
+            "tables": {
+                "count": len(self.tables),
+                "parameters": sum(prod(part.shape) for table in self.tables for part in table.parts),
+                "bytes": sum(table.nbytes for table in self.tables),
+            },
+            "index": self._index(),
             "card": card.name if (card := self.card) else None,
             "known_drafter": card.drafter if card else None,
         }
+
+    def _index(self) -> dict[str, int]:
+        """Return how many layers select tokens by an index, and the bytes of their indices' weights."""
+        found = {name: part for name, part in self.stored.items() if INDEX_PART.search(name)}
+        layers = {INDEX_PART.split(name)[0] for name in found}
+        return {"layers": len(layers), "bytes": stored_bytes(found)}
 
 
 def read_layout(path: Path, head_source: Path | None = None) -> Layout:
@@ -110,25 +127,27 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
     With `head_source` the head is the one in that folder, a checkpoint's or a drafter's.
     """
     config = read_config(path)
+    if is_assistant(config):
+        raise CheckpointError(f"{path}: an assistant of a Gemma 4: name that model, and this with --drafter.")
+    if not models.is_ours(config):
+        return _wrapped_layout(path, config, head_source)
     if head_source is not None:
         check_sizes(path, config, str(head_source), read_config(head_source, drafter=True))
         if not models.head_modules(config):
             models.text_config(config)[head_field(config)] = 1
-    family = models.FAMILIES[config["model_type"]].name
+    family = models.family_of(config).name
     model = expected_model(path, config)
     weights, names = model.weights, Names(config)
     headers, absent = _read_shards(path, names, config)
 
-    trunk = find_parameters(headers, names, head=False)
-    if (path / NORMS).is_file():
-        norms = find_parameters([read_header(path / NORMS)], names, head=False, sidecar=True)
-        trunk |= {name: part for name, part in norms.items() if name in trunk}
+    trunk = _find_trunk(path, headers, names)
     if problem := find_misfit(trunk, weights):
-        raise CheckpointError(f"{path}: {problem}. {_remedy(config, problem)}")
+        raise CheckpointError(f"{path}: {problem}. {_remedy(config)}")
     provenance = trunk["embed_tokens.weight"].sources[0].provenance
     if provenance is None:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
 
+    beside = [read_header(path / TABLES)] if (path / TABLES).is_file() else []
     if head_source is not None:
         head = read_head(head_source)
     elif sidecar := find_sidecar(path, config):
@@ -160,13 +179,32 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
         stored=stored,
         quantized=quantized,
         head_source=head_source,
+        tables=find_tables(path, [*headers, *beside], model.family.tables(model.lm)),
     )
+
+
+def _find_trunk(path: Path, headers: list[Header], names: Names) -> Stored:
+    """Return where the trunk's parameters are stored, of which norms may lie in a file of their own."""
+    trunk = find_parameters(headers, names, head=False)
+    if (path / NORMS).is_file():
+        norms = find_parameters([read_header(path / NORMS)], names, head=False, sidecar=True)
+        trunk |= {name: part for name, part in norms.items() if name in trunk}
+    return trunk
+
+
+def _wrapped_layout(path: Path, config: dict[str, Any], head_source: Path | None) -> Layout:
+    """Return the layout of a model that mlx-lm runs: what its headers say, and no parameters by our names."""
+    family, facts = models.family_of(config).name, read_facts(path, config)
+    refuse_for_wrapped(path, family, head=head_source is not None, drafter=False, adapters=False)
+    mtp = Mtp(False, without_head(family))
+    return Layout(path, family, *facts, mtp=mtp, config=config, stored={}, quantized={})
 
 
 def head_field(config: dict[str, Any]) -> str:
     """Return the field of config.json that promises a head."""
-    family = models.FAMILIES[config["model_type"]].name
-    return "mtp_num_hidden_layers" if family in ("qwen3_5", "qwen3_5_moe") else "num_nextn_predict_layers"
+    family = models.family_of(config).name
+    qwens = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+    return "mtp_num_hidden_layers" if family in qwens else "num_nextn_predict_layers"
 
 
 def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
@@ -254,9 +292,7 @@ def _dtype(trunk: Stored, config: dict[str, Any]) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _remedy(config: dict[str, Any], problem: str) -> str:
-    if problem.endswith(UNREAD):
-        return f"Take a conversion of {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits."
+def _remedy(config: dict[str, Any]) -> str:
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, *METHODS):
         return f"Headstart does not read {method!r} quantisation: take the original or an MLX conversion."

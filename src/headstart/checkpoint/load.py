@@ -4,8 +4,6 @@ A parameter is renamed, stacked, shifted and cast lazily, then computed, and wha
 the next. So loading needs little more memory than the weights that stay.
 """
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..cards import Dispatch
+from ..error_log import LOG
 from ..errors import CheckpointError, HeadError, printable_error
 from ..kernels import Backend, choose_backend
 from ..kernels.norms import Norm
@@ -27,6 +26,8 @@ from ..kernels.weights import scaled_layer
 from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
 from ..models.memory import Footprint
+from ..models.wrapped import WrappedModel
+from .activations import compute_dtype, overflows, tower_dtype
 from .adapters import StoredAdapter, adapter_nbytes, attach_adapters, read_adapters
 from .config import check_regular, read_object
 from .draft_vocabulary import read_draft_tokens
@@ -37,6 +38,7 @@ from .names import Names, is_head
 from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
 from .vision import StoredTower, empty_tower, find_tower, read_tower
+from .wrapped import compute_wrapped, read_wrapped, refuse_for_wrapped
 
 
 class ModelPart(Protocol):
@@ -53,8 +55,6 @@ class ModelPart(Protocol):
 
 MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
 WITHOUT_TOWER = "its vision tower is not loaded: load it with vision=True, or serve it with --images"
-TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
-WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
 
 class Needs(NamedTuple):
@@ -94,6 +94,11 @@ class LoadPlan:
         """Take the arguments of `load_model`."""
         layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
         decision = layout.dispatch(mtp)
+        if not models.is_ours(layout.config):
+            refuse_for_wrapped(
+                layout.path, layout.family, head=False, drafter=drafter is not None, adapters=bool(adapters)
+            )
+            return cls._of_wrapped(layout, decision, dtype, backend or choose_backend(), kv_bits)
         if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
             raise HeadError(f"{layout.path}: {layout.mtp.reason}")
         block = read_drafter(resolve(drafter)) if drafter is not None else None
@@ -107,18 +112,35 @@ class LoadPlan:
             model.share_missing(stored)
         model = _quantized(model, packed, Names(layout.config), stored)
         if dtype is None:
-            experts = any(".switch_mlp." in name for name in stored)
+            experts = any(".switch_" in name for name in stored)
             dtype = compute_dtype(backend, layout.dtype, experts, {how["mode"] for how in packed.values()})
         model = replace(model, dtype=dtype)
         if block is not None:
             model = replace(model, drafter=block.drafter)
-        tower = find_tower(layout.path, layout.config) if vision else StoredTower(WITHOUT_TOWER)
+        blind = "vision_config" not in layout.config  # which find_tower says
+        tower = find_tower(layout.path, layout.config) if vision or blind else StoredTower(WITHOUT_TOWER)
         if tower.available:
             model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
         model = replace(model, tower_unavailable=tower.reason)
         if kv_bits is not None:
             model = model.with_kv_bits(kv_bits)
         return cls(layout, decision, model, stored, block, tower, read_adapters(adapters or {}, model))
+
+    @classmethod
+    def _of_wrapped(
+        cls, layout: Layout, decision: Dispatch, dtype: mx.Dtype | None, backend: Backend, kv_bits: int | None
+    ) -> "LoadPlan":
+        """Take a model that mlx-lm runs."""
+        if dtype is None:
+            how = layout.quantization
+            modes = {str(how["mode"])} if how is not None else set()
+            dtype = compute_dtype(backend.around(), layout.dtype, _has_experts(layout.config), modes)
+        model = read_wrapped(layout.path, layout.config, backend, dtype, layout.dtype)
+        tower = find_tower(layout.path, layout.config)
+        model = replace(model, tower_unavailable=tower.reason)
+        if kv_bits is not None:
+            model = model.with_kv_bits(kv_bits)
+        return cls(layout, decision, model, {}, None, tower, [])
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -172,35 +194,71 @@ def load_model(
         DrafterError: The drafter cannot be used, or was made for another model.
         AdapterError: An adapter cannot be used, or was made for another model.
     """
-    plan = LoadPlan.of(
-        name,
-        mtp=mtp,
-        head=head,
-        drafter=drafter,
-        dtype=dtype,
-        backend=backend,
-        vision=vision and split is None,
-        max_image_pixels=max_image_pixels,
-        adapters=adapters,
-        kv_bits=kv_bits,
-    )
-    layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
-    if split is not None and not model.family.divisible:
-        raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if split is not None and plan.adapters:
-        raise CheckpointError("adapters are not available on several machines: leave them out.")
-    norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
+    given: dict[str, Any] = {
+        "mtp": mtp, "head": head, "drafter": drafter, "backend": backend, "vision": vision and split is None,
+        "max_image_pixels": max_image_pixels, "adapters": adapters, "kv_bits": kv_bits,
+    }  # fmt: skip
+    plan = LoadPlan.of(name, dtype=dtype, **given)
+    part = _part_here(plan, split)
+    model = _read(plan, part, progress)
+    layout, decision = plan.layout, plan.decision
+    if decision.drafts and split is None and (listed := _draft_tokens(layout, model.vocabulary)):
+        model = model.with_draft_vocabulary(*listed)
+        assert model.draft_vocabulary is not None
+        model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
+    if plan.adapters:
+        model = attach_adapters(model, plan.adapters)
+    if dtype is None and split is None and overflows(model, layout.dtype):
+        LOG.warning("%s overflows in float16 and is read again, to compute in bfloat16, which is slower", layout.path)
+        del model, plan
+        return load_model(name, dtype=mx.bfloat16, progress=progress, **given)
+    k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies and model.copies
+    model = replace(model, tables=tuple(table.open() for table in layout.tables))
+    return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
+
+
+def _part_here(plan: LoadPlan, split: MakePart | None) -> ModelPart | None:
+    """Return this machine's part of a model, None for all of it: refuse what cannot be divided, or has no room."""
+    layout = plan.layout
     if split is None:
         _check_memory(layout.path, plan.needs, plan.drafter_nbytes)
+        return None
+    if not plan.model.family.divisible:
+        raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
+    if plan.adapters:
+        raise CheckpointError("adapters are not available on several machines: leave them out.")
+    return split(models.text_config(layout.config))
 
-    files = LazyFiles()
-    part = split(models.text_config(layout.config)) if split is not None else None
-    names = parameter_shapes(model.weights)
+
+def _read(plan: LoadPlan, part: ModelPart | None, progress: Callable[[float], None]) -> models.Model:
+    """Read the weights of a model, its drafter and its tower, and prepare what computes them."""
+    model, layout = plan.model, plan.layout
+    if isinstance(model, WrappedModel):
+        model = compute_wrapped(model, progress)
+        LOG.warning("%s: mlx-lm's own forward runs %s models, %s", layout.path, layout.family, model.plan)
+    else:
+        _read_weights(plan, part, progress)
+    if plan.drafter is not None:
+        read_drafter_weights(plan.drafter, plan.dtype)
+        model.backend.prepare(plan.drafter.drafter.weights, model.dtype)
+    if model.tower is not None:
+        read_tower(model.tower, plan.tower, tower_dtype(plan.dtype, layout.dtype))
+    if part is not None:  # machines that time kernels may choose different ones, and must not: they draft the same
+        return part.fit(model)
+    layers = (*model.layers, *model.head_layers) if model.has_head else model.layers
+    model.backend.prepare(model.weights, model.dtype, layers)
+    return model
+
+
+def _read_weights(plan: LoadPlan, part: ModelPart | None, progress: Callable[[float], None]) -> None:
+    """Read the parameters into the model's modules, one after the other."""
+    model, family, files, names = plan.model, plan.model.family, LazyFiles(), parameter_shapes(plan.model.weights)
+    norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     for number, name in enumerate(names, 1):
         if part is not None and not part.holds(name):
             continue
-        offset = model.family.norm_offset if name in norms else None
-        array = read_parameter(name, stored, files, plan.dtype, norm_offset=offset)
+        norm: Any = {"norm_offset": family.norm_offset, "norms_stay": family.norms_stay} if name in norms else {}
+        array = read_parameter(name, plan.stored, files, plan.dtype, **norm)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
@@ -208,23 +266,10 @@ def load_model(
         del array
         mx.clear_cache()
         progress(number / len(names))
-    if plan.drafter is not None:
-        read_drafter_weights(plan.drafter, plan.dtype)
-        model.backend.prepare(plan.drafter.drafter.weights, model.dtype)
-    if model.tower is not None:
-        read_tower(model.tower, plan.tower, plan.dtype)
-    if part is None:
-        model.backend.prepare(model.weights, model.dtype, model.layers)
-    else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
-        model = part.fit(model)
-    if decision.drafts and split is None and (listed := _draft_tokens(layout, model.vocabulary)):
-        model = model.with_draft_vocabulary(*listed)
-        assert model.draft_vocabulary is not None
-        model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
-    if plan.adapters:
-        model = attach_adapters(model, plan.adapters)
-    k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
-    return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
+
+
+def _has_experts(config: dict[str, Any]) -> bool:
+    return any("experts" in name and bool(count) for name, count in models.text_config(config).items())
 
 
 def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
@@ -273,21 +318,6 @@ def load_tokenizer(path: Path, options: Mapping[str, Any] | None = None) -> Toke
         ) from error
 
 
-def compute_dtype(backend: Backend, stored: str, experts: bool, modes: set[str]) -> mx.Dtype:
-    """Return the type of activations, and of all weights that are not quantised: HEADSTART_DTYPE, or the file's own,
-    unless the backend computes another better. `modes` are those of the quantised weights.
-
-    The GPUs of M1 and M2 have no bfloat16, so there it becomes float16.
-    """
-    if chosen := os.environ.get("HEADSTART_DTYPE"):
-        if chosen not in TYPES:
-            raise CheckpointError(f"HEADSTART_DTYPE is {chosen!r}; set it to one of {', '.join(TYPES)}.")
-        stored = chosen
-    elif stored == "bfloat16" and WITHOUT_BFLOAT16.match(str(mx.device_info().get("architecture"))):
-        stored = "float16"
-    return backend.activations(getattr(mx, stored), experts, modes)
-
-
 def _draft_tokens(layout: Layout, vocabulary: int) -> tuple[list[int], str] | None:
     """Return the list beside the model, else the one beside its head."""
     return read_draft_tokens(layout.path, vocabulary) or read_draft_tokens(layout.head_folder, vocabulary)
@@ -308,4 +338,5 @@ def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Na
     mtp = model.weights.mtp if model.has_head else None
     if mtp is not None:
         replaced(mtp, "mtp.")
-    return replace(model, weights=models.Weights(model.family.text(model.lm), model.family.lm_head(model.lm), mtp))
+    family, lm = model.family, model.lm
+    return replace(model, weights=models.Weights(family.text(lm), family.lm_head(lm), mtp, family.beside))

@@ -121,6 +121,8 @@ def downloaded_bytes(folder: Path, files: dict[str, int]) -> int:
 def cached_folder(name: str) -> Path:
     """Return where the Hugging Face cache keeps a model with all its files and revisions."""
     repo = locate(name)
+    if isinstance(repo, Path) and repo in builtin_models():
+        raise CheckpointError(f"{name}: not a downloaded model. It comes with Headstart, and stays.")
     if isinstance(repo, Path):
         raise CheckpointError(f"{name}: not a downloaded model. Delete the folder {repo} yourself if you want to.")
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"

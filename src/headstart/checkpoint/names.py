@@ -14,15 +14,19 @@ import re
 from typing import Any, NamedTuple
 
 from .. import models
+from .config import ASSISTANTS
 
 PREFIX = re.compile(r"^(?:(?:model|language_model|backbone)\.)+")
-VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+VISION = (
+    "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "vit_large_projector.",
+    "vision_embedder.", "embed_vision.", "embed_audio.", "audio_tower.",  # Gemma 4's
+)  # fmt: skip
 EXPERT = re.compile(r"^(.+\.(?:mlp|mixer))\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(\w+)$")
-FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
-LATENT = re.compile(r"^(.+\.self_attn(?:\.\d)?)\.kv_b_proj\.(weight)$")
+FUSED = re.compile(r"^(.+\.mlp|layers\.\d+)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
+LATENT = re.compile(r"^(.+\.(?:self_attn|attention)(?:\.\d)?)\.kv_b_proj\.(weight)$")
 
 
-FINAL_NORM = "norm.weight"
+FINAL_NORMS = ("norm.weight", "norm.hc_norm.weight")  # of one residual stream, or of several
 
 
 def without_prefix(name: str) -> str:
@@ -31,6 +35,11 @@ def without_prefix(name: str) -> str:
 
 def is_vision(name: str) -> bool:
     return without_prefix(name).startswith(VISION)
+
+
+def is_table(name: str) -> bool:
+    """Return whether a tensor belongs to a table of n-gram embeddings, which is no parameter."""
+    return ".ple_embedding." in name
 
 
 def is_head(name: str) -> bool:
@@ -51,12 +60,14 @@ class Names:
     """The names of one model's tensors, which depend on its family and on how many layers it has."""
 
     def __init__(self, config: dict[str, Any]):
-        family, text = models.FAMILIES[config["model_type"]], models.text_config(config)
+        family, text = models.family_of(config), models.text_config(config)
         self.norm_offset = family.norm_offset
-        self.drafter = "drafter" in config  # every tensor is the head's
+        self.drafter = config.get("drafter", ASSISTANTS[0]) not in ASSISTANTS  # every tensor is the head's
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
         # LongCat's experts without weights: transformers 5 writes tensors for them, which nothing reads.
         self.experts = text.get("n_routed_experts") if "zero_expert_num" in text else None
+        unread = family.unread(text)
+        self.unread = re.compile(unread) if unread else None
         layers, spec = int(text.get("num_hidden_layers") or 0), family.head
         self.renamed = [(re.compile(pattern), ours) for pattern, ours in family.renamed]
         self.released = {
@@ -81,7 +92,7 @@ class Names:
         return is_head(self.canonical(name))
 
     def is_final_norm(self, name: str) -> bool:
-        return self.canonical(name) == FINAL_NORM
+        return self.canonical(name) in FINAL_NORMS
 
     def is_text(self, name: str) -> bool:
         return not self.is_head(name) and not is_vision(name)
@@ -89,6 +100,8 @@ class Names:
     def parts(self, name: str) -> list[ParameterPart]:
         """Return what the tensor `name` holds."""
         name = self.canonical(name)
+        if self.unread is not None and self.unread.match(name):
+            return []
         if match := EXPERT.match(name):
             mlp, expert, projection, leaf = match.groups()
             if self.experts is not None and int(expert) >= self.experts:
@@ -96,10 +109,11 @@ class Names:
             return [ParameterPart(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert))]
         if match := FUSED.match(name):
             mlp, projection, leaf = match.groups(default="weight")
+            stacked = f"{mlp}.switch_mlp" if mlp.endswith(".mlp") else f"{mlp}.experts.switch_glu"  # Gemma 4's
             if projection == "gate_up_proj":
-                both = (f"{mlp}.switch_mlp.gate_proj.{leaf}", f"{mlp}.switch_mlp.up_proj.{leaf}")
+                both = (f"{stacked}.gate_proj.{leaf}", f"{stacked}.up_proj.{leaf}")
                 return [ParameterPart(parameter, half=half) for half, parameter in enumerate(both)]
-            return [ParameterPart(f"{mlp}.switch_mlp.down_proj.{leaf}")]
+            return [ParameterPart(f"{stacked}.down_proj.{leaf}")]
         if (match := LATENT.match(name)) and None not in self.heads:
             attention, leaf = match.groups()
             both, heads = (f"{attention}.embed_q.{leaf}", f"{attention}.unembed_out.{leaf}"), self.heads

@@ -16,11 +16,16 @@ from ..models import HeadSpec
 from .config import read_object
 from .parameters import BITS, GROUP_SIZES
 
-ROUTERS = ("mlp.gate", "mlp.gate.gate", "mlp.router.classifier", "mlp.shared_expert_gate")
+ROUTERS = ("mlp.gate", "mlp.gate.gate", "mlp.router.classifier", "mlp.shared_expert_gate", "router.proj")
 ROUTER = {"group_size": 64, "bits": 8}  # as mlx-lm writes it: affine
 # Bits and numbers that share a scale; the first of a mode are its own where none are asked for.
 MODES = {"affine": (BITS, (64, 32, 128)), "mxfp4": ((4,), (32,)), "mxfp8": ((8,), (32,)), "nvfp4": ((4,), (16,))}
 KEEP = "keep"
+# Not quantised: what decides between tokens and what mixes residual streams, little of a model.
+DECIDES = (
+    *("index_qk_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
+    *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"),
+)
 
 Quantization = dict[str, Any]  # group_size, bits, mode: what MLX's functions take
 Choose = Callable[[str, nn.Module], Quantization | None]  # by the path of a module and the module
@@ -133,12 +138,13 @@ class Recipe:
     def for_head(self, spec: HeadSpec) -> Choose:
         group_size = self.group_size if self.group_size in GROUP_SIZES else None
         how = quantization("affine", self.head_bits, group_size) if self.head_bits else None
-        return lambda path, module: None if path.endswith(f".{spec.names.fc}") else how
+        kept = tuple(f".{name}" for name in (spec.names.fc, spec.names.added) if name)
+        return lambda path, module: None if path.endswith(kept) else how
 
 
 def choose_quantization(path: str, module: nn.Module, choose: Choose) -> Quantization | None:
     """Return what `choose` says of a module, 8 bits for a router, None where mlx-lm could not quantise it either."""
-    found = choose(path, module) if hasattr(module, "to_quantized") else None
+    found = choose(path, module) if hasattr(module, "to_quantized") and not path.endswith(DECIDES) else None
     if found and path.endswith(ROUTERS):
         found = ROUTER
     return found if found and module.weight.shape[-1] % found["group_size"] == 0 else None

@@ -12,17 +12,34 @@ from ..errors import CheckpointError, printable_error
 from .parameters import Stored, TensorSource
 from .safetensors import DTYPE_CODES, TensorInfo
 
-FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias", ".global_scale")
+FLOAT32 = (
+    ".A_log",
+    ".e_score_correction_bias",
+    ".router_bias",
+    ".expert_bias",
+    ".attention.dt_bias",
+    ".indexer.weights_proj.weight",
+    ".global_scale",
+    ".input_mix_weight_down.weight",
+    ".input_mix_weight_up.weight",
+    ".block_inject_weight.weight",
+)
 SCALES = (".scales", ".biases")  # of quantised weights
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 
 def read_parameter(
-    name: str, stored: Stored, files: LazyFiles, dtype: mx.Dtype, *, norm_offset: float | None = None
+    name: str,
+    stored: Stored,
+    files: LazyFiles,
+    dtype: mx.Dtype,
+    *,
+    norm_offset: float | None = None,
+    norms_stay: bool = False,
 ) -> mx.array:
     """Return the parameter `name` in the model's shape, of type `dtype`; norms and what is in `FLOAT32` in float32.
 
-    `norm_offset` is what released norms leave out, None for what is no norm.
+    `norm_offset` is what released norms leave out, None for what is no norm; `norms_stay`: converted ones do too.
     What it is made of is dropped from `files`, so that its memory is freed with the result.
     """
     part = stored[name]
@@ -39,7 +56,7 @@ def read_parameter(
         array = mx.contiguous(array.moveaxis(1, 2))  # [C, 1, K] → [C, K, 1]
     if norm_offset is not None:
         array = array.astype(mx.float32)
-        return array + norm_offset if part.raw and norm_offset else array
+        return array + norm_offset if (part.raw or norms_stay) and norm_offset else array
     if name.endswith(FLOAT32):
         return array.astype(mx.float32)
     if not mx.issubdtype(array.dtype, mx.floating):

@@ -49,7 +49,7 @@ def find_tower(path: Path, config: dict[str, Any]) -> StoredTower:
     """Return the tower of the model in the folder `path`, from config.json and headers alone."""
     if not isinstance(config.get("vision_config"), dict):
         return StoredTower("config.json has no vision_config: this model reads text only.")
-    if models.FAMILIES[config["model_type"]].name not in ("qwen3_5", "qwen3_5_moe"):
+    if models.family_of(config).name not in ("qwen3_5", "qwen3_5_moe", "qwen4_exp"):
         return StoredTower("Headstart reads the vision towers of Qwen3.5, Qwen3.6 and Qwen3.8 only.")
     tensors = {}
     for file in shard_files(path, is_vision):

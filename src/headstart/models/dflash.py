@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3
 
 from ..kernels import Backend
-from ..kernels.layers import Attention, Pass, Residual
+from ..kernels.layers import Attention, Pass
 from ..limits import MAX_K
 from ..state import KV, BatchState
 
@@ -128,6 +128,7 @@ class DFlashWeights(nn.Module):
 class DFlash:
     spec: DFlashSpec
     weights: DFlashWeights
+    kind = "dflash"
 
     @property
     def max_k(self) -> int:
@@ -172,11 +173,11 @@ class DFlash:
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.weights.norm]
         for layer, attention, memory, norm in zip(layers, self.attentions, state.kv_layers, norms, strict=True):
             run = Pass(partial(seen, attention.causal), state.accepted)
-            attend = partial(_attend, backend, attention, memory, run)
+            attend, between = partial(_attend, backend, attention, memory, run), layer.post_attention_layernorm
             made = _convolved(backend, layer.get("attention_conv"), normed, attend)
-            x, normed = backend.add(Residual(x, layer.post_attention_layernorm), made, run)
+            x, normed = backend.add_and_norm(x, made, between["weight"], between.eps)
             made = _convolved(backend, layer.get("mlp_conv"), normed, partial(backend.mlp_or_mixture, layer.mlp))
-            x, normed = backend.add(Residual(x, norm), made, run)
+            x, normed = backend.add_and_norm(x, made, norm["weight"], norm.eps)
         return normed[:, 1:]
 
     def scaled(self, logits: mx.array) -> mx.array:

@@ -7,17 +7,17 @@ import mlx.core as mx
 from ..state import BatchState
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .heads import HeadPasses
 
 
 class ModelHead:
     """`reduced`: only the draft vocabulary can be drawn, where the module's output layer is the first's."""
 
-    def __init__(self, model: "Model", reduced: bool):
+    def __init__(self, model: "HeadPasses", reduced: bool):
         self.model, self.reduced = model, reduced
         self.modules = model.head_modules
         self.chained = model.family.head.chained
-        self.hidden_size = int(model.config["hidden_size"])
+        self.hidden_size = model.hidden_size
         self.vocabulary = model.vocabulary
 
     def run(

@@ -1,6 +1,6 @@
 """How a multi-token-prediction head is wired, and its weights."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ class HeadNames:
     norm: str = "norm"
     lm_head: str = "lm_head"
     embedding: str = "embed_tokens"
+    added: str | None = None  # projects the embedding, which every stream of `fc`(hidden) is given; no concatenation
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,22 @@ QWEN_HEAD = HeadSpec()
 class Head(nn.Module):
     """The weights under `mtp.*`, with upstream's names for what is in a module."""
 
-    def __init__(self, spec: HeadSpec, layers: list[nn.Module], hidden: int, vocabulary: int, eps: float):
+    def __init__(
+        self,
+        spec: HeadSpec,
+        layers: list[nn.Module],
+        hidden: int,
+        vocabulary: int,
+        eps: float,
+        parts: dict[str, nn.Module] | None = None,
+    ):
+        """`parts`: those beside the layers, where they are not the usual ones."""
         super().__init__()
         self.layers = layers
+        if parts is not None:
+            for name, part in parts.items():
+                _put(self, name, part)
+            return
         for owner in layers if spec.in_layer else [self]:
             _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
             norms = (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm)
@@ -88,11 +102,14 @@ def share_missing_parts(head: nn.Module, spec: HeadSpec, stored: Container[str])
 class Weights(nn.Module):
     """Every weight under its canonical name, whatever the checkpoint and mlx-lm call it."""
 
-    def __init__(self, text: nn.Module, lm_head: nn.Module | None, mtp: Head | None):
+    def __init__(self, text: nn.Module, lm_head: nn.Module | None, mtp: Head | None, beside: Iterable[str] = ()):
         super().__init__()
         self.embed_tokens = text.embed_tokens
         self.layers = text.layers
         self.norm = text.norm
+        for name in beside:
+            if text.get(name) is not None:
+                self[name] = text[name]
         if lm_head is not None:
             self.lm_head = lm_head
         if mtp is not None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import HeadstartError
-from ..state import BLOCK, CHUNK, KV
+from ..state import BLOCK, KV, OneSequence
 from .model import Model
 
 VARIABLE = "HEADSTART_MEMORY_GB"
 WORKING_SET = "max_recommended_working_set_size"  # what Metal calls its memory
+DRIVERS = "free_memory"  # that CUDA's driver has left
 # Pages of vm_stat that macOS can give out at once: unused ones, copies of files, and what programs gave back.
 AVAILABLE = ("Pages free", "File-backed pages", "Pages purgeable")
 SHARE = 0.9  # of the memory beside the weights that sequences may take: steps need some of it
@@ -36,6 +37,7 @@ class Footprint:
     position: int
     scores: int = 0  # per position of the longest sequence, while a chunk of a prompt attends to it
     tower: int = 0  # while an image is in the vision tower
+    reading: int = 0  # while a prompt is read, beside the scores
 
     @classmethod
     def of(cls, model: Model) -> "Footprint":
@@ -43,21 +45,32 @@ class Footprint:
         layers = [layer for state in states for layer in state.layers]
         kv = [layer for layer in layers if isinstance(layer, KV)]
         fixed = sum(array.nbytes for layer in layers if not isinstance(layer, KV) for array in layer.arrays())
+        alone = [layer for layer in layers if isinstance(layer, OneSequence)]
+        fixed += sum(layer.fixed_bytes for layer in alone)
         arrays = [array for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
         position = sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays)
+        position += sum(layer.position_bytes for layer in alone)
+        held = model.backend.copies_held(model.layers, model.dtype, eight_bits=model.eight_bit_kv)
+        fixed, position = held[0] * fixed, held[1] * position
         # Metal's fused attention has no heads this wide: scores are an array before softmax, and another after it.
-        heads = int(model.config["num_attention_heads"]) if WORKING_SET in mx.device_info() else 0
+        heads = int(model.config.get("num_attention_heads", 0)) if WORKING_SET in mx.device_info() else 0
         tower = model.tower.working_bytes(model.dtype.size) if model.tower is not None else 0
-        return cls(fixed, position, 2 * heads * CHUNK * model.dtype.size, tower)
+        reading = model.reading.backend.pass_bytes(model.layers, model.dtype)
+        return cls(fixed, position, 2 * heads * model.reading.backend.scored * model.dtype.size, tower, reading)
 
     def bytes(self, lengths: Sequence[int]) -> int:
         """Return the memory of sequences of these lengths. All get the capacity of the longest."""
         capacity = -(-max(lengths, default=0) // BLOCK) * BLOCK
-        return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity + self.tower
+        return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity + self.working
+
+    @property
+    def working(self) -> int:
+        """Return the memory of what is under way beside a step, of whatever length."""
+        return self.tower + self.reading
 
     def longest(self, available: int, rows: int) -> int:
         """Return how long so many sequences may be in what is `available`, 0 or less if none fits."""
-        positions = (available - self.tower - rows * self.fixed) // max(rows * self.position + self.scores, 1)
+        positions = (available - self.working - rows * self.fixed) // max(rows * self.position + self.scores, 1)
         return positions // BLOCK * BLOCK
 
 
@@ -89,12 +102,14 @@ def unused(ask: Callable[..., str] = ask_system) -> int:
     """
     if limit := os.environ.get(VARIABLE):
         try:
-            return max(0, int(float(limit) * 1e9) - mx.get_active_memory())
+            if (most := int(float(limit) * 1e9)) < 0:
+                raise ValueError
+            return max(0, most - mx.get_active_memory())
         except (ValueError, OverflowError) as error:
             raise HeadstartError(f"{VARIABLE} is {limit!r}; set it to a number of gigabytes") from error
     info = mx.device_info()
     total = info.get(WORKING_SET) or info.get("total_memory")
-    free = available_on_mac(ask) or total if WORKING_SET in info else info.get("free_memory", total)
+    free = available_on_mac(ask) or total if WORKING_SET in info else info.get(DRIVERS, total)
     if total is None or free is None:
         total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_on_host()
     # Buffers that MLX keeps for its next arrays are taken in the system's eyes.

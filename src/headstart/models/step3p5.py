@@ -1,7 +1,8 @@
-"""Step-3.5-Flash: sliding windows, a gate for every head of attention, limited activations, norms of 1 + w.
+"""Step-3.5-Flash, Step-3.7-Flash: sliding windows, a gate for every head, limited activations, norms of 1 + w.
 
-Its three head modules are chained: each is given the hidden states of the one before it, before the norm, as in vLLM
-and SGLang. transformers' `MtpModel` chains them after the norm.
+Their three head modules are chained: each is given the hidden states of the one before it, before the norm, as in
+vLLM, SGLang and StepFun's llama.cpp. transformers' `MtpModel` chains them after the norm, and drafts with the trunk's
+output layer, which in vLLM cost nearly all acceptance (vllm#38493).
 """
 
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import step3p5
 
+from ..errors import CheckpointError
 from ..kernels.norms import use_float32_norms
 from .deepseek_v3 import NEXTN
 from .family import plain_family
 from .mixers import grouped_attention
+
+PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits_shared")
 
 
 def prepare_step3p5(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:
@@ -35,7 +39,20 @@ def build_step3p5(config: dict[str, Any]) -> nn.Module:
 
 def step3p5_head_layer(lm: nn.Module) -> nn.Module:
     """Return the layer after the trunk's last. `layer_types` and other lists of a release include the head's."""
+    for name in PER_LAYER:
+        listed = getattr(lm.args, name)
+        of_head = listed[lm.args.num_hidden_layers :] if isinstance(listed, list) else []
+        if any(each != of_head[0] for each in of_head):
+            raise CheckpointError(f"config.json: {name} differs among the head's layers; only like ones are known.")
     return prepare_step3p5(step3p5.Step3p5DecoderLayer(lm.args, lm.args.num_hidden_layers), lm.args)
+
+
+def build_step3p7(config: dict[str, Any]) -> nn.Module:
+    """Build Step-3.7's language model, which is Step-3.5's. Only its full attention has scaled rotations."""
+    text = {"yarn_only_types": ["full_attention"], **config["text_config"], "model_type": "step3p5"}
+    if text.get("mtp_layer_types"):  # where transformers 5 has the head's
+        text["layer_types"] = [*text["layer_types"], *text["mtp_layer_types"]]
+    return build_step3p5(text)
 
 
 FAMILY = plain_family(
@@ -55,3 +72,4 @@ FAMILY = plain_family(
     ),
     norm_offset=1.0,
 )
+STEP3P7 = replace(FAMILY, name="step3p7", build=build_step3p7)

@@ -7,16 +7,18 @@ reserve capacity without waiting.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
+from .foreign import Arrays
 from .kv import BLOCK, KV, STRIDE, TokenPositions
 from .recurrent import Recurrent
 
 
 @dataclass
 class BatchState:
-    layers: list[KV | Recurrent]
+    layers: list[Any]  # what each remembers: KV, Recurrent, or mlx-lm's own (`foreign.py`)
     lengths: mx.array  # [B] int32, committed tokens
     accepted: mx.array  # [B] int32, how many of the pending drafts were accepted
     bounds: list[int] = field(default_factory=list)  # the host's upper bounds of `lengths`
@@ -31,7 +33,7 @@ class BatchState:
         self.adapter_indices = self.adapter_indices or [-1] * len(self.bounds)
 
     @classmethod
-    def empty(cls, layers: list[KV | Recurrent], rows: int) -> "BatchState":
+    def empty(cls, layers: list[Any], rows: int) -> "BatchState":
         return cls(layers, mx.zeros((rows,), mx.int32), mx.zeros((rows,), mx.int32), [0] * rows)
 
     @property
@@ -39,8 +41,8 @@ class BatchState:
         return [layer for layer in self.layers if isinstance(layer, KV)]
 
     @property
-    def recurrent_layers(self) -> list[Recurrent]:
-        return [layer for layer in self.layers if isinstance(layer, Recurrent)]
+    def recurrent_layers(self) -> list[Recurrent | Arrays]:
+        return [layer for layer in self.layers if isinstance(layer, Recurrent | Arrays)]
 
     @property
     def capacity(self) -> int:
@@ -65,6 +67,7 @@ class BatchState:
             positions = self.positions._replace(ids=ids)
         for layer in self.kv_layers:
             layer.offset, layer.reach, layer.start, layer.positions = self.lengths, reach, start, positions
+            layer.begins = self.bounds[0] if len(self.bounds) == 1 else None
 
         lengths = self.lengths
 
@@ -114,7 +117,7 @@ class BatchState:
     def join(self, other: "BatchState") -> None:
         """Append the sequences of `other`."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.join(theirs)  # type: ignore[arg-type]  # the same layer of the same model
+            mine.join(theirs)  # the same layer of the same model
         self.lengths = mx.concatenate([self.lengths, other.lengths])
         self.accepted = mx.concatenate([self.accepted, other.accepted])
         self.bounds = self.bounds + other.bounds

@@ -89,7 +89,7 @@ class DiskPrefix:
             return None
         self._touch(names[:count])
         (hidden,), *recurrent = states
-        return [pack for pack in packs if pack is not None], Snapshot(hidden, [(a, b) for a, b in recurrent])
+        return [pack for pack in packs if pack is not None], Snapshot(hidden, [tuple(arrays) for arrays in recurrent])
 
     def save(self, names: list[str], packs: list[list[PackedArray]], after: Snapshot) -> None:
         """Write a prefix soon, without waiting for it. All arrays must have been evaluated."""

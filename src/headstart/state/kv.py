@@ -6,9 +6,12 @@ beyond the length: it is masked, and the next window overwrites it. Rollback cos
 In eight bits keys and values are whole numbers up to 127, and GROUP of them share a scale. Each token is rounded
 by itself, so rows stay independent. Kernels for CPUs read them in place; other attention gets the numbers in an array
 of its own: that saves memory, not time.
+
+A layer that attends to selected tokens also keeps what it selects them by, its `index`: by position and committed
+with the rest, and as it is also in eight bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,9 +35,14 @@ class KV:
     values: mx.array  # [B, H, S, Dv]
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
+    begins: int | None = (
+        None  # `offset` of the only sequence as the host knows it: at most so, in a prompt exactly so
+    )
     start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
     positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
+    index: list[mx.array] = field(default_factory=list)  # [B, 1, S, D] each
+    written_in_place: bool = False  # by a kernel that MLX does not order before all that reads these arrays
 
     @classmethod
     def empty(
@@ -46,26 +54,30 @@ class KV:
         value_dim: int | None = None,
         *,
         eight_bits: bool = False,
+        index: Sequence[tuple[int, mx.Dtype]] = (),
     ) -> "KV":
-        """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
+        """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given. `index`: the size
+        and type of what else is kept of each token."""
         dims = (dim, dim if value_dim is None else value_dim)
         numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
         scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
-        return cls.of(numbers + scales)
+        return cls.of(numbers + scales + [mx.zeros((rows, 1, 0, size), of) for size, of in index])
 
     @classmethod
     def of(cls, arrays: list[mx.array]) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
-        keys, values, *scales = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales)
+        keys, values, *rest = arrays
+        scales = 2 if keys.dtype == mx.int8 else 0
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=rest[:scales], index=rest[scales:])
 
     def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values, *self.scales]
+        return [self.keys, self.values, *self.scales, *self.index]
 
     def replace(self, arrays: list[mx.array]) -> list[mx.array]:
         """Hold the first of `arrays`, in the order of `arrays()`, and return the others."""
-        count = 2 + len(self.scales)
-        self.keys, self.values, *self.scales = arrays[:count]
+        held = 2 + len(self.scales)
+        count = held + len(self.index)
+        (self.keys, self.values, *self.scales), self.index = arrays[:held], arrays[held:count]
         return arrays[count:]
 
     @property
@@ -81,17 +93,32 @@ class KV:
         new = [keys, values]
         if self.eight_bits:
             new = [part for pair in zip(_round(keys), _round(values), strict=True) for part in pair]
-        written = [_write(into, a, self.offset) for into, a in zip(self.arrays(), new, strict=True)]
+        held = [self.keys, self.values, *self.scales]
+        written = [_write(into, a, self.offset) for into, a in zip(held, new, strict=True)]
         self.keys, self.values, *self.scales = written
-        keys, values, *scales = (a[:, :, : self.reach] for a in written)
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """Return what is in reach, `[B, H, S, D]`."""
+        keys, values, *scales = (a[:, :, : self.reach] for a in self.arrays())
         if self.eight_bits:
             keys, values = _multiply(keys, scales[0]), _multiply(values, scales[1])
         return keys, values
 
+    def update_index(self, new: list[mx.array]) -> list[mx.array]:
+        """Write what the index has of a window, `[B, 1, W, D]` each, and return what is in reach."""
+        self.index = [_write(into, a, self.offset) for into, a in zip(self.index, new, strict=True)]
+        return [a[:, :, : self.reach] for a in self.index]
+
     def launch(self) -> None:
         """Launch what is still to be computed. Kernels may write into these arrays in place; mlx orders that before
-        what it launches later, but knows of no dependency within one launch."""
-        mx.async_eval(self.arrays())
+        what it launches later, but knows of no dependency within one launch. Where it does not even order that, wait.
+        """
+        if self.written_in_place:
+            mx.eval(self.arrays())
+            self.written_in_place = False
+        else:
+            mx.async_eval(self.arrays())
 
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
@@ -118,7 +145,7 @@ class KV:
         self.offset = mx.concatenate([self.offset, other.offset])
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
-        self.keys, self.values, *self.scales = [change(a) for a in self.arrays()]
+        self.replace([change(a) for a in self.arrays()])
 
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:

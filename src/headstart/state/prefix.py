@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..errors import RequestError
+from ..errors import RequestError, check_type
 from .disk_prefix import DiskPrefix
-from .snapshot import PackedArray, Snapshot, States, cut_kv, restore
+from .snapshot import PackedArray, Snapshot, States, cut_kv, kv_between, restore
 
 CHUNK = 512  # tokens; prompts are prefilled in steps of at most so many, and can be resumed between them
 TAIL = 32  # last tokens of a prompt, which a chat template may write differently in the next turn
@@ -113,7 +113,8 @@ class PrefixCache:
     ):
         """Create a cache of at most `max_bytes`. With `eight_bits` keys and values take about half of the bytes, and
         a hit is no longer exact. `disk` also keeps what memory has no room for, and survives the process."""
-        if max_bytes < 0:
+        check_type(max_bytes, (int, float), "max_bytes", "give a number of bytes")
+        if not max_bytes >= 0:  # also of what is no number
             raise RequestError(f"the prefix cache's max_bytes is {max_bytes}; it must be 0 or more")
         self.max_bytes = max_bytes
         self.eight_bits = eight_bits
@@ -178,12 +179,13 @@ class PrefixCache:
             arrays = [*after.arrays(), *(part for node in packs for pack in node for part in pack)]
             nbytes = sum(a.nbytes for a in arrays)
             if self.sizes is not None:
-                computed = prompt.ends[count - 1] - prompt.start(len(path)) if missing else 0
-                nbytes = computed * self.sizes.position + self.sizes.states
+                length = prompt.ends[count - 1] - prompt.start(len(path)) if missing else 0
+                nbytes = length * self.sizes.position + self.sizes.states
             if not self._make_room(nbytes, path):
                 return
             mx.eval(arrays)  # a slice that is not evaluated would keep the sequence's whole state alive
-            if not self._are_finite(arrays):
+            computed = kv_between(states, prompt.start(missing.start), prompt.ends[count - 1]) if missing else []
+            if not self._are_finite([*after.arrays(), *computed]):  # at once: a card has hundreds of pieces
                 return  # the model broke down: other prompts must not inherit it
             self._add(prompt, path, packs, after, retention)
             if self.disk is not None and retention is not Retention.PASSING:

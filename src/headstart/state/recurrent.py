@@ -36,6 +36,13 @@ class Recurrent:
         kept, self.kept = self.kept, None
         return kept
 
+    def committed(self) -> tuple[mx.array, ...]:
+        """Return what the prefix cache keeps, where no drafts are pending."""
+        return self.state, self.conv
+
+    def restore(self, kept: tuple[mx.array, ...]) -> None:
+        self.state, self.conv = (mx.contiguous(a) for a in kept)
+
     def arrays(self) -> list[mx.array]:
         return [self.state, self.conv, *(self.pending or [])]
 

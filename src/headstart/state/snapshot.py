@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .batch_state import BatchState
 from .kv import BLOCK, GROUP
+from .recurrent import Recurrent
 
 PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
 
@@ -24,10 +25,10 @@ class Snapshot(NamedTuple):
     """The state after a token that cannot be cut by position."""
 
     hidden: mx.array  # [1, T, H], of the last tokens, whose pairs the head has still to see
-    recurrent: list[tuple[mx.array, mx.array]]  # state and convolution inputs of each recurrent layer
+    recurrent: list[tuple[mx.array, ...]]  # of each layer that cannot be cut: state and convolution inputs
 
     def arrays(self) -> list[mx.array]:
-        return [self.hidden, *(a for pair in self.recurrent for a in pair)]
+        return [self.hidden, *(a for layer in self.recurrent for a in layer)]
 
     @property
     def nbytes(self) -> int:
@@ -38,14 +39,21 @@ def take_snapshot(trunk: BatchState, hidden: mx.array, *, kept: bool = False) ->
     """Return the state of a sequence after its last token, or where the last pass `kept` it. `hidden` [1, T, H] are
     those of the last tokens before that."""
     layers = trunk.recurrent_layers
-    states = [layer.take_kept() if kept else (layer.state, layer.conv) for layer in layers]
-    return Snapshot(mx.contiguous(hidden), [(mx.contiguous(state), mx.contiguous(conv)) for state, conv in states])
+    states = [layer.take_kept() if kept and isinstance(layer, Recurrent) else layer.committed() for layer in layers]
+    return Snapshot(mx.contiguous(hidden), [tuple(mx.contiguous(a) for a in arrays) for arrays in states])
 
 
 def cut_kv(states: States, start: int, end: int, eight_bits: bool = False) -> list[PackedArray]:
-    """Return keys and values [1, H, T, D] of the tokens from `start` to `end`, state by state."""
+    """Return keys, values and index [1, H, T, D] of the tokens from `start` to `end`, state by state."""
+    for layer in (layer for state, _ in states for layer in state.kv_layers if layer.written_in_place):
+        layer.launch()
+    return [_pack(mx.contiguous(part), eight_bits) for part in kv_between(states, start, end)]
+
+
+def kv_between(states: States, start: int, end: int) -> list[mx.array]:
+    """Return views of keys, values and index [1, H, T, D] of the tokens from `start` to `end`, state by state."""
     return [
-        _pack(mx.contiguous(array[:, :, max(0, start - behind) : end - behind]), eight_bits)
+        array[:, :, max(0, start - behind) : end - behind]
         for state, behind in states
         for layer in state.kv_layers
         for array in layer.arrays()
@@ -57,10 +65,10 @@ def restore(chunks: list[list[PackedArray]], after: Snapshot, states: States, le
     pieces = iter(zip(*chunks, strict=True))  # of every array, those of all chunks
     for state, behind in states:
         for layer in state.kv_layers:
-            layer.keys, layer.values, *layer.scales = [_concatenate(next(pieces), length) for _ in layer.arrays()]
+            layer.replace([_concatenate(next(pieces), length) for _ in layer.arrays()])
         state.lengths, state.bounds = mx.array([length - behind], mx.int32), [length]
-    for recurrent, (state_of_layer, conv) in zip(states[0][0].recurrent_layers, after.recurrent, strict=True):
-        recurrent.state, recurrent.conv = mx.contiguous(state_of_layer), mx.contiguous(conv)
+    for layer_state, kept in zip(states[0][0].recurrent_layers, after.recurrent, strict=True):
+        layer_state.restore(kept)
 
 
 def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
