@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 
 from ...state import KV
-from ..layers import Attention, LatentAttention
+from ..layers import Attention, LatentAttention, Pass
 from .ops import TYPES, NativeResidual, linears
 
 PERIODS = 4096  # of positions, for which queries have a scale
@@ -43,11 +43,13 @@ class Heads(NamedTuple):
     period: int = 0
 
 
-def attention_arguments(layer: Attention, x: mx.array, memory: KV) -> tuple[Any, ...] | None:
+def attention_arguments(layer: Attention, x: mx.array, memory: KV, run: Pass) -> tuple[Any, ...] | None:
     """Return what the extension is given of a layer to write a window [B, W, H] into `memory` and attend to it."""
     part, heads = layer.module, heads_of(layer, x.dtype)
+    if layer.shares is not None:  # values have a norm, or are another layer's
+        return None
     names = ("q_proj", "k_proj", "v_proj", *(("g_proj",) if "g_proj" in part else ()), "o_proj")
-    found = linears([part[name] for name in names], x.dtype)
+    found = linears([part[name] for name in names], x.dtype, run.adapters)
     if found is None or heads is None:
         return None
     past = memory.arrays(), memory.offset, layer.window or 0, _angles(heads, memory, x.shape[1])
@@ -55,22 +57,24 @@ def attention_arguments(layer: Attention, x: mx.array, memory: KV) -> tuple[Any,
 
 
 def native_attention(
-    native: Any, layer: Attention, x: mx.array, memory: KV, last: mx.array | None, residual: NativeResidual | None
+    native: Any, layer: Attention, x: mx.array, memory: KV, run: Pass, residual: NativeResidual | None
 ) -> list[mx.array] | None:
-    """Do it: [B, W, H] → [B, W, H], or of token `last` [B] of each row [B, 1, H]; with a residual their sum and its
-    norm."""
-    if (given := attention_arguments(layer, x, memory)) is None:
+    """Do it: [B, W, H] → [B, W, H], or of token `run.last` [B] of each row [B, 1, H]; with a residual their sum and
+    its norm."""
+    if (given := attention_arguments(layer, x, memory, run)) is None:
         return None
-    return memory.replace(native.attention_layer(x, *given, last, residual))
+    return memory.replace(native.attention_layer(x, *given, run.last, residual))
 
 
-def latent_arguments(layer: LatentAttention, x: mx.array, memory: KV) -> tuple[Any, ...] | None:
+def latent_arguments(layer: LatentAttention, x: mx.array, memory: KV, run: Pass) -> tuple[Any, ...] | None:
     """Return what the extension is given of a layer of latent attention."""
     part = layer.module
+    if layer.head_gates is not None or layer.budget is not None:
+        return None
     rotation, k_norm, q_norm = rotation_of(part["rope"]), part["kv_a_layernorm"], part.get("q_a_layernorm")
     first = part["q_proj"] if q_norm is None else part["q_a_proj"]
-    rest = [part[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
-    found = linears([first, *rest, *([] if q_norm is None else [part["q_b_proj"]])], x.dtype)
+    rest = [*(part[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out")), layer.output]
+    found = linears([first, *rest, *([] if q_norm is None else [part["q_b_proj"]])], x.dtype, run.adapters)
     if found is None or rotation is None or (q_norm is not None and q_norm.eps != k_norm.eps):
         return None
     norms = k_norm.eps, None if q_norm is None else q_norm["weight"], k_norm["weight"]
@@ -83,13 +87,13 @@ def native_latent_attention(
     layer: LatentAttention,
     x: mx.array,
     memory: KV,
-    last: mx.array | None,
+    run: Pass,
     residual: NativeResidual | None,
 ) -> list[mx.array] | None:
     """Do the same for latent attention."""
-    if (given := latent_arguments(layer, x, memory)) is None:
+    if (given := latent_arguments(layer, x, memory, run)) is None:
         return None
-    return memory.replace(native.latent_layer(x, *given, last, residual))
+    return memory.replace(native.latent_layer(x, *given, run.last, residual))
 
 
 def attend_window(

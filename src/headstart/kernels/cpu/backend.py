@@ -11,6 +11,7 @@ from ...state import KV, Recurrent
 from ..adapters import ChosenAdapters
 from ..backend import Backend
 from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Part, Pass, Residual
+from ..norms import is_sigmoid_gated
 from ..types import GatedDeltaWeights, Ran, Window
 from . import ops
 from .attention import attend_window, heads_of, native_attention, native_latent_attention
@@ -59,7 +60,7 @@ class CpuBackend(Stacked, Sampled, StockCpu):
         return CpuGradients(self.native)
 
     def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:
-        return stored if stored in ops.TYPES and modes <= {"affine"} else super().activations(stored, experts, modes)
+        return stored if stored in ops.TYPES else super().activations(stored, experts, modes)
 
     def is_shown(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
         matrices = [each for each in weights.modules() if each.get("weight") is not None and each.weight.ndim > 1]
@@ -91,33 +92,41 @@ class CpuBackend(Stacked, Sampled, StockCpu):
             return made[0]
         return super().logits(hidden, layer)
 
-    def row_products(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
-        weight = (weights, None, None, 0, 0, None)
-        made: mx.array = self.native.products(x, [weight], False, indices, x.ndim > indices.ndim)[0]
-        return made
+    def products(
+        self, x: mx.array, layers: Sequence[nn.Module], adapters: ChosenAdapters | None = None
+    ) -> list[mx.array]:
+        return ops.native_products(self.native, x, layers, adapters) or super().products(x, layers, adapters)
 
     def gated_product(
         self, x: mx.array, gate: nn.Module, up: nn.Module, adapters: ChosenAdapters | None = None
     ) -> mx.array:
-        if made := ops.native_products(self.native, x, (gate, up), gated=True):
+        if made := ops.native_products(self.native, x, (gate, up), adapters, gated=True):
             return made[0]
         return super().gated_product(x, gate, up, adapters)
 
-    def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
-        return ops.native_products(self.native, x, layers, experts=indices, own=x.ndim > indices.ndim)
+    def expert_products(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        adapters: ChosenAdapters | None,
+        adapted: bool,
+        layers: Sequence[nn.Module],
+    ) -> list[mx.array] | None:
+        made = ops.native_products(self.native, x, layers, adapters, experts=indices, own=x.ndim > indices.ndim)
+        return made or super().expert_products(x, indices, adapters, adapted, layers)
 
     def feed_forward(
         self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
-        if (found := ops.feed_forward_arguments(layer.module, x)) is None:
+    ) -> tuple[mx.array, mx.array | None]:
+        if (found := ops.feed_forward_arguments(layer.module, x, run.adapters)) is None:
             return super().feed_forward(layer, x, run, residual)
         operation, given = found
         return self._added(getattr(self.native, operation)(x, *given, _native(residual, run)), run, residual)
 
     def attention(
         self, layer: Attention, x: mx.array, memory: KV, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
-        made = native_attention(self.native, layer, x, memory, run.last, _native(residual, run))
+    ) -> tuple[mx.array, mx.array | None]:
+        made = native_attention(self.native, layer, x, memory, run, _native(residual, run))
         return self._added(made, run, residual) if made else super().attention(layer, x, memory, run, residual)
 
     def attend(
@@ -129,14 +138,14 @@ class CpuBackend(Stacked, Sampled, StockCpu):
 
     def latent_attention(
         self, layer: LatentAttention, x: mx.array, memory: KV, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
-        made = native_latent_attention(self.native, layer, x, memory, run.last, _native(residual, run))
+    ) -> tuple[mx.array, mx.array | None]:
+        made = native_latent_attention(self.native, layer, x, memory, run, _native(residual, run))
         return self._added(made, run, residual) if made else super().latent_attention(layer, x, memory, run, residual)
 
     def gated_delta_net(
         self, layer: GatedDeltaNet, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
-        given = ops.gated_delta_arguments(layer.module, x, memory, run.accepted, run.certain)
+    ) -> tuple[mx.array, mx.array | None]:
+        given = ops.gated_delta_arguments(layer.module, x, memory, run)
         if given is None:
             return super().gated_delta_net(layer, x, memory, run, residual)
         made = self.native.gated_delta_layer(x, *given, _native(residual, run))
@@ -147,10 +156,10 @@ class CpuBackend(Stacked, Sampled, StockCpu):
             return super().gated_delta_rule(net, window, memory, run)
         weights = GatedDeltaWeights.of(net)
         given = list(weights[:-1]), weights.eps, memory.state, memory.conv, run.accepted, memory.pending or []
-        y, state, conv, *fresh = self.native.gated_delta(list(window), *given, run.certain)
+        y, state, conv, *fresh = self.native.gated_delta(list(window), *given, run.certain, is_sigmoid_gated(net))
         return Ran(y, state, conv, fresh or None)
 
-    def _added(self, made: list[mx.array], run: Pass, residual: Residual) -> tuple[mx.array, mx.array]:
+    def _added(self, made: list[mx.array], run: Pass, residual: Residual) -> tuple[mx.array, mx.array | None]:
         """Return the residual stream and its norm, which a kernel may have made already."""
         if len(made) == 1:
             return self.add(residual, made[0], run)
@@ -162,13 +171,15 @@ def _is_native(part: Part, dtype: mx.Dtype) -> bool:
     """Return whether the extension computes all of a part of a layer but its products."""
     does = part.does
     if isinstance(does, Attention):
-        return heads_of(does, dtype) is not None
+        return does.shares is None and heads_of(does, dtype) is not None
     if isinstance(does, GatedDeltaNet):
         return ops.native_gated_delta_fits(dtype, does.module.head_k_dim)
     return isinstance(does, FeedForward) and part.beside is None and ops.is_native_feed_forward(does.module)
 
 
 def _native(residual: Residual, run: Pass) -> ops.NativeResidual | None:
-    """Return the sum as the last stage of a kernel; None where other machines have parts of it."""
-    x, norm = residual
-    return (x, norm["weight"], norm.eps) if run.share.ranks == 1 else None
+    """Return the sum as the last stage of a kernel; None where other machines have parts of it, where the part is
+    normed, and for several streams."""
+    x, norm, after, shares = residual
+    plain = run.share.ranks == 1 and after is None and shares is None
+    return (x, norm["weight"], norm.eps) if plain else None

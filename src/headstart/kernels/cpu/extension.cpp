@@ -89,7 +89,9 @@ NB_MODULE(headstart_cpu, m) {
         });
       },
       "x"_a, "gates"_a, "shared"_a, "experts"_a, "top"_a, "normed"_a, "residual"_a = nb::none());
-  m.def("gated_delta", &py_gated_delta);
+  m.def(
+      "gated_delta", &py_gated_delta, "window"_a, "weights"_a, "eps"_a, "state"_a, "conv"_a, "accepted"_a, "pending"_a,
+      "certain"_a, "sigmoid"_a = false);
   m.def(
       "gated_delta_layer",
       [](const mx::array& x, const Layers& layers, const Layer& out, const Recurrence::Tuple& recurrence,

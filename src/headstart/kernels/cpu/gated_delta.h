@@ -195,9 +195,13 @@ class Head {
   void finish(long t, const float* out) const {
     const long at = ((batch_ * op_.W + t) * op_.HV + hv_) * op_.DV;
     const float scale = 1.0f / std::sqrt(dot(out, out, op_.DV) / float(op_.DV) + op_.eps);
-    for (long i = 0; i < op_.DV; ++i) {
-      assign(op_.y[at + i], (out[i] * scale) * op_.norm_weight[i] * silu(to_float(op_.z[at + i])));
-    }
+    const auto write = [&](auto gate) {
+      for (long i = 0; i < op_.DV; ++i) {
+        assign(op_.y[at + i], (out[i] * scale) * op_.norm_weight[i] * gate(to_float(op_.z[at + i])));
+      }
+    };
+    if (op_.sigmoid) write([](float z) { return sigmoid(z); });
+    else write([](float z) { return silu(z); });
   }
 
   const GatedDelta<T>& op_;

@@ -47,7 +47,7 @@ class CpuGradients(StockCpu):
         return add_biases(made, layers)
 
     def _multiply(self, x: mx.array, weight: mx.array) -> mx.array:
-        made: mx.array = self.native.products(x, [(weight, None, None, 0, 0, None)])[0]
+        made: mx.array = self.native.products(x, [(weight, None, None, 0, 0, None, None)])[0]
         return made
 
     def _trains(self, layer: nn.Module, dtype: mx.Dtype) -> bool:

@@ -13,7 +13,15 @@ struct bfloat {
 struct half {
   uint16_t bits;
 };
-enum class Number { BFLOAT, FLOAT, HALF };
+// Types of scales. E8M0 is a power of two in a byte and scales floating-point codes of four or eight bits, E4M3 those of
+// four bits.
+enum class Number { BFLOAT, FLOAT, HALF, E8M0, E4M3 };
+constexpr bool scales_floats(Number scale) {
+  return scale == Number::E8M0 || scale == Number::E4M3;
+}
+constexpr long size_of(Number number) {
+  return scales_floats(number) ? 1 : number == Number::FLOAT ? 4 : 2;
+}
 
 const char* isa();
 
@@ -21,14 +29,24 @@ const char* isa();
 void set_threads(int threads);
 int threads();
 
+// What adapters add to the outputs for x: up · (down · x), by the slot of the row's sequence; -1: nothing.
+struct Adapters {
+  const float *down = nullptr, *up = nullptr;  // [slots · experts, R, K]; [slots · experts, R, N]
+  const int* slots = nullptr;                  // [B]; null: there are none
+  const int* ranks;                            // [slots], of which R is the largest
+  long B, R, experts;
+};
+
 // Weights [N, K], or [experts, N, K]: dense in the type of the activations, or quantised.
 struct Matrix {
   const void* w;
   long N;
   int bits = 0, group = 0;  // 0: dense; else the bits of a code and how many share a scale, a multiple of 16
   Number scale = Number::BFLOAT;  // type of scales and biases
-  const void *scales = nullptr, *biases = nullptr;  // [N, K / group]
+  const void* scales = nullptr;  // [N, K / group]
+  const void* biases = nullptr;  // the same; of floating-point codes one factor for each expert's matrix, or null
   const float* bias = nullptr;                      // [N], added to outputs; or null
+  Adapters adapters = {};
 };
 
 // x [rows, K] by every one of `count` matrices → out[i] [rows, N]. They must all be dense, or have the same
@@ -78,6 +96,7 @@ template <typename T>
 struct GatedDelta {
   long B, W, certain, HK, HV, DK, DV, taps;
   float eps;
+  bool sigmoid;                      // the output's gate, or silu
   const T *qkv, *z, *b, *a;          // [B, W, C], [B, W, HV, DV], [B, W, HV], [B, W, HV]
   const float* conv_weight;          // [C, taps]
   const float *A_log, *dt_bias;      // [HV]

@@ -247,9 +247,8 @@ inline Pair load_pair(const half* from) {
   return {load_halves(from), load_halves(from + LANES)};
 }
 
-// A whole number in eight bits.
 struct eight {
-  int8_t code;
+  int8_t code;  // a whole number
 };
 
 template <int N = LANES>
@@ -316,7 +315,6 @@ template <typename T>
 struct Eights {
   const eight* at;
   const T* scales;
-
   Eights operator+(unsigned long n) const {
     return {at + n, scales + n / PAIR};
   }

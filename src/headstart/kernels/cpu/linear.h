@@ -39,32 +39,66 @@ inline std::optional<Number> number_of(const mx::array& array) {
 }
 
 // The weights of a linear layer [N, K], or of one for each expert [experts, N, K]: dense, or quantised with scales and
-// biases for every `group` of inputs. `bias` is added to the outputs.
+// biases for every `group` of inputs; in nvfp4 `biases` are a factor for each matrix. `bias` is added to the outputs, and
+// so is what adapters make of the inputs: two matrices for every slot (`Adapters` in kernels.h), the slots of sequences,
+// and the rank of every slot.
 struct Linear {
   using Array = std::optional<mx::array>;
-  using Tuple = std::tuple<mx::array, Array, Array, int, int, Array>;
+  using Adapted = std::optional<std::tuple<mx::array, mx::array, mx::array, std::vector<int>>>;
+  using Tuple = std::tuple<mx::array, Array, Array, int, int, Array, Adapted>;
   mx::array weight;
   std::optional<mx::array> scales, biases;
   int bits, group;
   std::optional<mx::array> bias;
+  Adapted adapters;
 
   Linear(const Tuple& from)
       : weight(std::get<0>(from)), scales(std::get<1>(from)), biases(std::get<2>(from)), bits(std::get<3>(from)),
-        group(std::get<4>(from)), bias(std::get<5>(from)) {
+        group(std::get<4>(from)), bias(std::get<5>(from)), adapters(std::get<6>(from)) {
     require(weight.ndim() == 2 || weight.ndim() == 3, "weights must be [N, K], with experts [experts, N, K]");
-    require(bool(scales) == bool(bits) && bool(biases) == bool(bits), "a layer must be dense or have scales and biases");
+    require(bool(scales) == bool(bits) && (bits || !biases), "a layer must be dense or have scales");
     require(!bias || bias->size() == weight.size() / weight.shape(-1), "a bias must be [N]");
+    check_adapters();
     if (!bits) return;
-    require(bits >= 2 && bits <= 8 && bits != 7, "unknown bits");
-    require(group >= 32 && (group & (group - 1)) == 0, "unknown group");
+    require(bits >= 1 && bits <= 8 && bits != 7, "unknown bits");
+    require(group >= 16 && (group & (group - 1)) == 0, "unknown group");
     require(weight.dtype() == mx::uint32 && weight.shape(-1) * 32l % (long(bits) * group) == 0, "unknown codes");
-    require(number_of(*scales) && (!biases || biases->dtype() == scales->dtype()), "unknown scales");
-    require(biases->dtype() == scales->dtype() && biases->shape() == scales->shape(), "unknown biases");
+    if (floats()) {
+      require(bits == 4 || bits == 8, "unknown bits");
+      require(group == 32 || (group == 16 && bits == 4), "unknown group");
+      require(!biases || (biases->dtype() == mx::float32 && biases->size() == experts()), "unknown factor");
+    } else {
+      require(group >= 32 && number_of(*scales), "unknown scales");
+      require(biases && biases->dtype() == scales->dtype() && biases->shape() == scales->shape(), "unknown biases");
+    }
     require(scales->shape(-1) * long(group) == inputs() && scales->shape(-2) == outputs(), "unknown scales");
+  }
+
+  void check_adapters() const {
+    if (!adapters) return;
+    const auto& [down, up, slots, ranks] = *adapters;
+    const int experts = weight.ndim() == 3 ? weight.shape(0) : 1;
+    require(down.ndim() == 3 && up.ndim() == 3 && down.dtype() == mx::float32 && up.dtype() == mx::float32, "unknown adapters");
+    require(down.shape(0) == up.shape(0) && down.shape(0) % experts == 0 && down.shape(1) == up.shape(1), "unknown adapters");
+    require(down.shape(2) == inputs() && up.shape(2) == outputs(), "adapters are of another layer");
+    require(slots.ndim() == 1 && slots.dtype() == mx::int32, "slots must be [B] integers");
+    require(int(ranks.size()) * experts == down.shape(0), "every slot has a rank");
+    for (int rank : ranks) require(rank > 0 && rank <= down.shape(1), "unknown rank");
   }
 
   int outputs() const {
     return weight.shape(-2);
+  }
+  size_t experts() const {
+    return weight.ndim() == 3 ? weight.shape(0) : 1;
+  }
+  // Codes are floating-point numbers: MLX's mxfp4, mxfp8 and nvfp4, of which the last has 16 codes to a scale.
+  bool floats() const {
+    return bits && scales->dtype() == mx::uint8;
+  }
+  Number scale() const {
+    if (floats()) return group == 16 ? Number::E4M3 : Number::E8M0;
+    return bits ? *number_of(*scales) : Number::BFLOAT;
   }
   long inputs() const {
     return bits ? weight.shape(-1) * 32l / bits : weight.shape(-1);
@@ -111,7 +145,8 @@ void multiply(
     Chain& chain, Rows x, const Linears& layers, const std::vector<Slot>& out, bool gated = false,
     std::optional<Choice> choice = {}, bool wide = false) {
   struct Held {
-    Slot weight, scales, biases, bias;
+    Slot weight, scales, biases, bias, down, up, slots;
+    std::vector<int> ranks;
   };
   for (size_t first = 0, end; first < layers.size(); first = end) {
     end = first;
@@ -122,10 +157,15 @@ void multiply(
       require(layer.inputs() == x.size, "weights must be [N, K] where the input is [..., K]");
       require(layer.weight.ndim() == (choice ? 3 : 2), "weights must be [N, K], with experts [experts, N, K]");
       require(layer.bits || layer.weight.itemsize() == sizeof(T), "weights must have the type of the input");
-      const Number scale = layer.bits ? *number_of(*layer.scales) : Number::BFLOAT;
-      matrices.push_back({nullptr, layer.outputs(), layer.bits, layer.group, scale});
+      matrices.push_back({nullptr, layer.outputs(), layer.bits, layer.group, layer.scale()});
       held.push_back(
           {chain.weight(layer.weight), chain.weight(layer.scales), chain.weight(layer.biases), chain.weight(layer.bias, true)});
+      if (!layer.adapters) continue;
+      const auto& [down, up, slots, ranks] = *layer.adapters;
+      const long experts = layer.weight.ndim() == 3 ? layer.weight.shape(0) : 1;
+      require(slots.size() && x.rows % slots.size() == 0, "every sequence has as many rows");
+      matrices.back().adapters = {nullptr, nullptr, nullptr, nullptr, long(slots.size()), down.shape(1), experts};
+      held.back().down = chain.weight(down), held.back().up = chain.weight(up), held.back().slots = chain.shared(slots), held.back().ranks = ranks;
     }
     require(!gated || matrices.size() == 2, "a gate has two layers of one kind");
     const std::vector<Slot> to(out.begin() + first, out.begin() + (gated ? 1 : end));
@@ -135,6 +175,9 @@ void multiply(
       for (size_t i = 0; i < filled.size(); ++i) {
         filled[i].w = memory.get<void>(held[i].weight), filled[i].bias = memory.get<float>(held[i].bias);
         filled[i].scales = memory.get<void>(held[i].scales), filled[i].biases = memory.get<void>(held[i].biases);
+        Adapters& adapters = filled[i].adapters;
+        adapters.down = memory.get<float>(held[i].down), adapters.up = memory.get<float>(held[i].up);
+        adapters.slots = memory.get<int>(held[i].slots), adapters.ranks = held[i].ranks.data();
       }
       for (Slot slot : to) outputs.push_back(memory.get<void>(slot));
       products<T>(

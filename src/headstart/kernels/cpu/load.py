@@ -70,5 +70,5 @@ def check_build(path: str) -> None:
     """Compute something with a new build, in a process that may crash."""
     mx.set_default_device(mx.cpu)
     x, weight = mx.ones((2, 40), mx.bfloat16), mx.full((3, 40), 0.5, mx.bfloat16)
-    (out,) = open_module(path).products(x, [(weight, None, None, 0, 0, None)])
+    (out,) = open_module(path).products(x, [(weight, None, None, 0, 0, None, None)])
     assert out.tolist() == [[20.0] * 3] * 2, "error: the build computes something else"

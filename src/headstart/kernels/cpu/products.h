@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "low_rank.h"
 #include "math.h"
 #include "tiles.h"
 
@@ -74,12 +75,19 @@ void panel(
 template <typename T, typename F>
 inline void with(const Matrix& m, long K, long expert, const F& f) {
   if (!m.bits) return f(Dense<const T*>{static_cast<const T*>(m.w) + expert * m.N * K, K});
-  auto quantised = [&]<int BITS>() {
-    const long groups = expert * m.N * (K / m.group) * (m.scale == Number::FLOAT ? 4 : 2);
+  auto quantised = [&]<int BITS, bool FLOATS = false>() {
+    const long groups = expert * m.N * (K / m.group) * size_of(m.scale);
     const auto* w = static_cast<const uint8_t*>(m.w) + expert * m.N * (K / 8 * BITS);
-    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.scale, K, m.group, m.N});
+    const auto *scales = static_cast<const char*>(m.scales) + groups, *biases = static_cast<const char*>(m.biases);
+    if (biases) biases += FLOATS ? expert * sizeof(float) : groups;
+    f(Quantised<BITS, FLOATS>{w, scales, biases, m.scale, K, m.group, m.N});
   };
+  if (scales_floats(m.scale)) {
+    if (m.bits == 8) return quantised.template operator()<8, true>();
+    return quantised.template operator()<4, true>();
+  }
   switch (m.bits) {
+    case 1: return quantised.template operator()<1>();
     case 2: return quantised.template operator()<2>();
     case 3: return quantised.template operator()<3>();
     case 4: return quantised.template operator()<4>();
@@ -111,6 +119,9 @@ void products(const Product<T>& op) {
   } else {
     groups.push_back({0, 0, rows});
   }
+  std::vector<LowRank<T>> added;
+  added.reserve(op.count);
+  for (int i = 0; i < op.count; ++i) added.emplace_back(op, op.matrices[i].adapters);
   auto strips = [](long N) { return (N + STRIP - 1) / STRIP; };
   long parts = 0, work = 0;
   for (int i = 0; i < op.count; ++i) work += rows * op.K * op.matrices[i].N;
@@ -135,6 +146,7 @@ void products(const Product<T>& op) {
         if (const float* bias = op.matrices[i + half].bias)
           for (long r = 0; r < these; ++r)
             for (long c = 0; c < some; ++c) made[half][r][c] += bias[group.expert * N + n + c];
+        for (long r = 0; r < these; ++r) added[i + half].add(rows[r], n, some, N, made[half][r]);
       }
       for (long r = 0; r < these; ++r) {
         float(&out)[STRIP] = made[0][r];

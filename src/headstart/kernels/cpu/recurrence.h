@@ -8,12 +8,13 @@ namespace headstart {
 // What a GatedDeltaNet layer holds, beside its projections. `weights`: convolution, A_log, dt_bias, norm; `pending`: qkv,
 // k, v, g, beta of the last window's drafts, or nothing.
 struct Recurrence {
-  using Tuple = std::tuple<Arrays, float, mx::array, mx::array, mx::array, Arrays, int>;
+  using Tuple = std::tuple<Arrays, float, mx::array, mx::array, mx::array, Arrays, int, bool>;
   Arrays weights;
   float eps;
   mx::array state, conv, accepted;
   Arrays pending;
   int certain;
+  bool sigmoid;  // the output's gate, or silu
 
   static Recurrence of(const Tuple& from) {
     return std::apply([](const auto&... each) { return Recurrence{each...}; }, from);
@@ -44,10 +45,10 @@ void fold_and_run(Chain& chain, const std::vector<Slot>& window, int B, int W, c
         chain.output({B, drafts, HV, DV}, mx::float32), chain.output({B, drafts, HV}, mx::float32),
         chain.output({B, drafts, HV}, mx::float32)};
   }
-  chain.add([=, certain = r.certain, eps = r.eps](const Memory& memory) {
+  chain.add([=, certain = r.certain, eps = r.eps, sigmoid = r.sigmoid](const Memory& memory) {
     auto f = [&](Slot slot) { return memory.get<float>(slot); };
     auto t = [&](Slot slot) { return memory.get<T>(slot); };
-    GatedDelta<T> op = {B, W, certain, HK, HV, DK, DV, taps, eps};
+    GatedDelta<T> op = {B, W, certain, HK, HV, DK, DV, taps, eps, sigmoid};
     op.qkv = t(window[0]), op.z = t(window[1]), op.b = t(window[2]), op.a = t(window[3]);
     op.conv_weight = f(weights[0]), op.A_log = f(weights[1]), op.dt_bias = f(weights[2]);
     op.norm_weight = f(weights[3]);
@@ -62,7 +63,7 @@ void fold_and_run(Chain& chain, const std::vector<Slot>& window, int B, int W, c
 // `window`: qkv, z, b, a → y, state, conv, and what is pending.
 inline Arrays py_gated_delta(
     const Arrays& window, const Arrays& weights, float eps, const mx::array& state, const mx::array& conv,
-    const mx::array& accepted, const Arrays& pending, int certain) {
+    const mx::array& accepted, const Arrays& pending, int certain, bool sigmoid) {
   require(window.size() == 4, "arrays are missing");
   const int B = window[0].shape(0), W = window[0].shape(1), HV = state.shape(1), DV = state.shape(2);
   require(window[1].size() == size_t(B) * W * HV * DV, "unknown shape");
@@ -71,7 +72,7 @@ inline Arrays py_gated_delta(
   for (const mx::array& array : window) slots.push_back(chain.input(array));
   const Slot y = chain.output({B, W, HV, DV}, window[0].dtype());
   by_type(window[0].dtype(), [&]<typename T>(T) {
-    fold_and_run<T>(chain, slots, B, W, {weights, eps, state, conv, accepted, pending, certain}, y);
+    fold_and_run<T>(chain, slots, B, W, {weights, eps, state, conv, accepted, pending, certain, sigmoid}, y);
   });
   return chain.make("HeadstartGatedDelta");
 }

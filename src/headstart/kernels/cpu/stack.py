@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...state import KV, Recurrent
 from ..backend import Backend
-from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mixer, Pass
+from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mixer, Pass, memories_by_layer
 from . import ops
 from .attention import attention_arguments, latent_arguments
 
@@ -25,12 +25,11 @@ class Stacked(Backend):
     def decoder_layers(
         self, layers: Sequence[Layer], x: mx.array, normed: mx.array | None, memories: Sequence[Memory], run: Pass
     ) -> tuple[mx.array, mx.array | None]:
-        plain = run.adapters is None and run.share.ranks == 1 and run.last is None and run.keep is None
+        plain = run.share.ranks == 1 and run.last is None and run.keep is None
         if not plain or normed is None or x.dtype not in ops.TYPES:
             return super().decoder_layers(layers, x, normed, memories, run)
-        held, parts, stacked = iter(memories), list[Any](), list[Memory]()
-        for layer in layers:
-            mine = [next(held) for _ in layer.mixers]
+        parts, stacked = list[Any](), list[Memory]()
+        for layer, mine in memories_by_layer(layers, memories):
             if (operations := _operations(layer, x, iter(mine), run)) is None:
                 x, normed = self._run_stack(parts, x, normed, stacked, run)
                 parts, stacked = [], []
@@ -56,13 +55,15 @@ class Stacked(Backend):
 
 def _operations(layer: Layer, x: mx.array, memories: Iterator[Memory], run: Pass) -> list[Operation] | None:
     """Return the operations of a layer on a stream like x [B, W, H], None if the extension does not take it."""
+    if not layer.is_plain:
+        return None
     found = []
     for part in layer.parts:
         does = part.does
         made = None
         if isinstance(does, FeedForward):
-            made = None if part.beside is not None else ops.feed_forward_arguments(does.module, x)
-        elif part.beside is None and (given := _mixer_arguments(does, x, next(memories), run)) is not None:
+            made = ops.feed_forward_arguments(does.module, x, run.adapters)
+        elif (given := _mixer_arguments(does, x, next(memories), run)) is not None:
             made = _NAMES[type(does)], given
         if made is None:
             return None
@@ -81,7 +82,7 @@ def _mixer_arguments(does: Mixer, x: mx.array, memory: Memory, run: Pass) -> tup
     if isinstance(memory, Recurrent):
         if not isinstance(does, GatedDeltaNet):
             return None
-        return ops.gated_delta_arguments(does.module, x, memory, run.accepted, run.certain)
+        return ops.gated_delta_arguments(does.module, x, memory, run)
     if isinstance(does, LatentAttention):
-        return latent_arguments(does, x, memory)
-    return attention_arguments(does, x, memory) if isinstance(does, Attention) else None
+        return latent_arguments(does, x, memory, run)
+    return attention_arguments(does, x, memory, run) if isinstance(does, Attention) else None

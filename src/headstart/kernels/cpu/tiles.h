@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "floats.h"
 
 namespace headstart {
 
@@ -86,14 +87,15 @@ struct Places {
 inline constexpr Places PLACES[2][5] = {
     {{1, false}, {2, false}, {4, false}, {8, false}, {16, false}}, {{1, true}, {2, true}, {4, true}, {8, true}, {16, true}}};
 
-// Affine weights s · q + b with one s and b for a group; codes q are a stream of BITS each, the lowest bits first.
+// Affine weights s · q + b with one s and b for a group; codes q are a stream of BITS each, the lowest bits first. Or
+// FLOATS: weights s · q, where codes are floating-point numbers.
 //
 // The sum of q · x over a block is scaled at its end. Biases are the weights of the groups' sums, and added at last.
-template <int BITS>
+template <int BITS, bool FLOATS = false>
 struct Quantised {
   // As many again hold the sums of a block.
   static constexpr int SUMS = NATIVE == LANES ? 8 : 4;
-  static constexpr int PER_WORD = 32 % BITS == 0 ? 32 / BITS : 0;
+  static constexpr int PER_WORD = Arrangement{BITS, 32, FLOATS ? Number::E8M0 : Number::BFLOAT}.per_word();
 
   const uint8_t* w;
   const char *scales, *biases;
@@ -101,8 +103,8 @@ struct Quantised {
   long K, group, N;
   int shift = __builtin_ctzl(group);  // groups are powers of two, and divisions slow
   const Places& places = PLACES[scale != Number::BFLOAT][PER_WORD && group < LANES * PER_WORD ? __builtin_ctzl(group / PER_WORD) : 4];
-  long size = scale == Number::FLOAT ? 4 : 2, groups = K / group, row = K / 8 * BITS, scales_row = groups * size;
-  long block = Arrangement{BITS, int(group)}.block();
+  long size = size_of(scale), groups = K / group, row = K / 8 * BITS, scales_row = groups * size;
+  long block = Arrangement{BITS, int(group), scale}.block();
 
   // Inputs that are added in a row, while the activations of all rows of a tile stay in the nearest cache.
   long chunk() const {
@@ -122,7 +124,8 @@ struct Quantised {
       Lanes part[R * C];
       UNROLL for (int i = 0; i < R * C; ++i) part[i] = splat(0.0f);
       UNROLL for (int c = 0; c < C; ++c) __builtin_prefetch(ws[c] + k / 8 * BITS + ahead);
-      if constexpr (PER_WORD) add_words(x, ws, k, ends && K - k < block, part);
+      if constexpr (FLOATS && BITS == 8) add_bytes(x, ws, k, part);
+      else if constexpr (PER_WORD) add_words(x, ws, k, ends && K - k < block, part);
       else add_stream(x, ws, k, k + block == K, part);
       UNROLL for (int c = 0; c < C; ++c) {
         const Lanes by = spread(ss[c] + (k >> shift) * size);
@@ -131,17 +134,21 @@ struct Quantised {
     }
   }
 
-  // The biases.
+  // The biases, or the factor of the matrix. What was read as a float16 is as much smaller as its exponent is.
   template <int R, int C>
   [[gnu::always_inline]] void finish(const float* const (&x_sums)[R], long n, long count, Lanes (&each)[R * C]) const {
-    if (scale == Number::HALF) add_biases<half, R, C>(x_sums, n, count, each);
+    if constexpr (FLOATS) {
+      float factor = BITS == 8 || scale == Number::E4M3 ? 256.0f : 1.0f;
+      if (biases) factor *= *reinterpret_cast<const float*>(biases);
+      UNROLL for (int i = 0; i < R * C; ++i) each[i] = each[i] * splat(factor);
+    } else if (scale == Number::HALF) add_biases<half, R, C>(x_sums, n, count, each);
     else if (scale == Number::FLOAT) add_biases<float, R, C>(x_sums, n, count, each);
     else add_biases<bfloat, R, C>(x_sums, n, count, each);
   }
 
  private:
   typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
-  static constexpr long BEHIND = 4 * PAIR;  // bytes that may be read behind a row of scales or biases
+  static constexpr long BEHIND = FLOATS ? 8 : 4 * PAIR;  // bytes that may be read behind a row of scales or biases
 
   // C rows of scales or biases. The last ones of a matrix are copied, for what is read behind them.
   template <int C>
@@ -186,14 +193,20 @@ struct Quantised {
   // To every lane its scale, from that of a block's first group on.
   template <int V = LANES>
   [[gnu::always_inline]] Vec<V> spread(const char* from, int lane = 0) const {
-    if constexpr (V == NATIVE) {
+    if constexpr (FLOATS && BITS == 8) {
+      return splat<V>(to_float(*reinterpret_cast<const e8m0*>(from)));
+    } else if (BITS == 1 && group == PER_WORD && scale != Number::BFLOAT) {  // more than eight words
+      if (scale == Number::HALF) return load_halves<V>(reinterpret_cast<const half*>(from) + lane);
+      return load<V>(reinterpret_cast<const float*>(from) + lane);
+    } else if constexpr (V == NATIVE) {
       Bits words, shifts, masks, found;
       std::memcpy(&words, places.words + lane, sizeof words);
       std::memcpy(&shifts, places.shifts + lane, sizeof shifts);
       std::memcpy(&masks, places.masks + lane, sizeof masks);
 #if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
       __m256i eight;
-      if (scale == Number::HALF) eight = (__m256i)eight_halves(from);
+      if constexpr (FLOATS) eight = (__m256i)(scale == Number::E4M3 ? eight_e4m3(from) : eight_e8m0(from));
+      else if (scale == Number::HALF) eight = (__m256i)eight_halves(from);
       else eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 #if defined(__AVX512F__)
       found = (Bits)_mm512_permutexvar_epi32((__m512i)words, _mm512_castsi256_si512(eight));
@@ -203,8 +216,10 @@ struct Quantised {
 #else
       UNROLL for (int i = 0; i < V; ++i) {
         uint32_t word;
-        if (scale == Number::HALF) {
-          const float wide = to_float(reinterpret_cast<const half*>(from)[words[i]]);
+        if (FLOATS || scale == Number::HALF) {
+          const float wide = scale == Number::HALF   ? to_float(reinterpret_cast<const half*>(from)[words[i]])
+                             : scale == Number::E4M3 ? to_float(reinterpret_cast<const e4m3*>(from)[words[i]])
+                                                     : to_float(reinterpret_cast<const e8m0*>(from)[words[i]]);
           std::memcpy(&word, &wide, 4);
         } else {
           std::memcpy(&word, from + 4 * words[i], 4);
@@ -242,9 +257,22 @@ struct Quantised {
       }
   }
 
-  // Code j of every word, times 2^(BITS · j); the last one as it is, since there it would be a sign.
+  // 32 codes of every output.
+  template <int R, int C>
+  [[gnu::always_inline]] static void add_bytes(
+      const float* const (&x)[R], const uint8_t* const (&ws)[C], long k, Lanes (&part)[R * C]) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      const Pair codes = load_pair(reinterpret_cast<const e4m3*>(ws[c] + k));
+      UNROLL for (int r = 0; r < R; ++r) part[r * C + c] = fma(load(x[r] + k), codes.first, part[r * C + c]);
+      UNROLL for (int r = 0; r < R; ++r) part[r * C + c] = fma(load(x[r] + k + LANES), codes.second, part[r * C + c]);
+    }
+  }
+
+  // Code j of every word, times 2^(BITS · j); the last one as it is, since there it would be a sign. Floating-point codes
+  // are what they stand for.
   static Floats code(Floats words, int j) {
     const Bits bits = (Bits)words;
+    if constexpr (FLOATS) return e2m1(bits >> (BITS * j));
     const Bits found = j == PER_WORD - 1 ? bits >> (32 - BITS) : bits & (((1u << BITS) - 1) << (BITS * j));
     return __builtin_convertvector((Ints)found, Floats);
   }
