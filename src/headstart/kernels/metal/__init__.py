@@ -6,13 +6,13 @@ kernel that does not compile, does not agree with stock ops or is not the fastes
 
 Emulated, in `tests/kernels/metal_on_cpu.py`: the sources as they are, put together as MLX does it, with IEEE float32,
 bfloat16 and float16 arithmetic; simdgroups of 32 lanes that meet in shuffles and barriers; threadgroup memory, at
-first full of NaN; address spaces, with clang; Metal's limits on buffers (31), threads (1024) and threadgroup memory
-(32 KB).
+first full of NaN; Metal's limits on buffers (31), threads (1024) and threadgroup memory (32 KB). The texts as MLX
+makes them, with Metal's address spaces: checked by clang in `tests/kernels/metal_as_opencl.py`.
 
 Only a Mac can show:
 - that Metal's own compiler takes the sources, on every macOS (language 3.1 to 4), and how long it takes;
 - that it neither reorders nor fuses what `math_mode="safe"` and `#pragma METAL fp contract(off)` forbid, in one way
-  for one row and in another for six: the check at load compares bits for 1 to 16 rows and for windows of any width;
+  for one row and in another for four: the check at load compares bits for 1 to 16 rows and for windows of any width;
 - that a pipeline has enough registers for its threads: 512 of the gated delta rule, 256 of attention. MLX refuses a
   launch of more than the pipeline takes, and stock ops compute instead;
 - the rounding of `precise::exp`, `exp2`, `log`, `sin`, `cos` and of division, which may differ from g++'s in the last
@@ -21,6 +21,6 @@ Only a Mac can show:
   finds a missing barrier only where the order or the NaN shows it;
 - stock ops by chip: from which number of rows on they change their kernel;
 - every time, and so every choice: the figures that the layout of the kernels follows are others' (4 outputs by 4
-  simdgroups that split k, or by each of 2; at most 24 sums a thread, so at most 6 rows a pass; passes over more rows
+  simdgroups that split k, or by each of 2; at most 16 sums a thread, so at most 4 rows a pass; passes over more rows
   beside each other, so that they share weights in a cache).
 """

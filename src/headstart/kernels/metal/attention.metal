@@ -1,14 +1,51 @@
-// Attention of a short window over keys and values of different lengths, in up to three kernels.
+// Attention of a short window over keys and values of different lengths, in one kernel or two.
 //
-// `arrange` makes queries, keys and values of a layer's products. A threadgroup of `attend` has one query head, up to
-// QUERIES positions of the window, which share each read of a key and a value, and a piece of SPLIT positions of the
-// cache. Its simdgroups take the positions in turns, a lane D / 32 elements of a head, and are merged in their order;
-// `merge` merges the pieces in theirs. Where all positions are in the first piece, `attend` does what `merge` would.
-// So a query's result depends on its own position and on the keys and values up to it.
+// A threadgroup of `attend` has one query head, up to QUERIES positions of the window, which share each read of a key
+// and a value, and a piece of SPLIT positions of the cache. Its simdgroups take the positions in turns, a lane D / 32
+// elements of a head, and are merged in their order; `merge` merges the pieces in theirs. Where all positions are in
+// the first piece, `attend` does what `merge` would. So a query's result depends on its own position and on the keys
+// and values up to it.
+//
+// `attend` makes queries, keys and values of a layer's products itself and writes the cache in place, or is given what
+// `arrange` makes. In place a threadgroup reads from the cache what earlier windows wrote, and makes this window's keys
+// as it needs them: one of those that share a key head stores them.
 
 namespace headstart {
 
 constant constexpr int ATTENTION_SLICES = 8;
+
+// The norm of a head [D], its first DIMS elements rotated to a position, as T has it. By a simdgroup.
+template <int D, int DIMS, typename T, typename N>
+inline void norm_and_rotate(
+    const device T* from, const device N* weight, float eps,
+    float log2_base,  // of the rotation's frequencies
+    int position,
+    threadgroup float* line,  // [D]
+    int lane) {
+  float sum = 0.0f;
+  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
+  for (int d = lane; d < D; d += 32) {
+    const float x = static_cast<float>(from[d]);
+    line[d] = x;
+    sum = metal::fma(x, x, sum);
+  }
+  const float scale = 1.0f / metal::precise::sqrt(sum_over_simdgroup(sum) / D + eps);
+  for (int d = lane; d < D; d += 32) line[d] = line[d] * scale * static_cast<float>(weight[d]);
+  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
+  for (int d = lane; d < D; d += 32) {
+    if (d < DIMS / 2) {  // its partner is half the rotated elements further
+      const float frequency = metal::precise::exp2(-static_cast<float>(d) / (DIMS / 2) * log2_base);
+      const float angle = static_cast<float>(position) * frequency;
+      const float cosine = metal::precise::cos(angle), sine = metal::precise::sin(angle);
+      const float x = line[d], y = line[d + DIMS / 2];
+      line[d] = static_cast<float>(static_cast<T>(x * cosine - y * sine));
+      line[d + DIMS / 2] = static_cast<float>(static_cast<T>(x * sine + y * cosine));
+    } else if (d >= DIMS) {
+      line[d] = static_cast<float>(static_cast<T>(line[d]));
+    }
+  }
+  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
+}
 
 // A layer's products as attention wants them: by head, queries and keys normed and rotated to their positions.
 // One simdgroup per head of a token, of H query heads, HKV key heads and HKV value heads.
@@ -42,27 +79,8 @@ inline void arrange(
                        : new_keys + (static_cast<long>(b * HKV + h) * W + w) * D;
   const device N* weight = query ? query_weight : key_weight;
 
-  float sum = 0.0f;
-  for (int d = lane; d < D; d += 32) {
-    const float x = static_cast<float>(from[d]);
-    line[d] = x;
-    sum = metal::fma(x, x, sum);
-  }
-  const float scale = 1.0f / metal::precise::sqrt(sum_over_simdgroup(sum) / D + eps);
-  for (int d = lane; d < D; d += 32) line[d] = line[d] * scale * static_cast<float>(weight[d]);
-  metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
-  for (int d = lane; d < D; d += 32) {
-    if (d < DIMS / 2) {  // its partner is half the rotated elements further
-      const float frequency = metal::precise::exp2(-static_cast<float>(d) / (DIMS / 2) * log2_base);
-      const float angle = static_cast<float>(position) * frequency;
-      const float cosine = metal::precise::cos(angle), sine = metal::precise::sin(angle);
-      const float x = line[d], y = line[d + DIMS / 2];
-      to[d] = static_cast<T>(x * cosine - y * sine);
-      to[d + DIMS / 2] = static_cast<T>(x * sine + y * cosine);
-    } else if (d >= DIMS) {
-      to[d] = static_cast<T>(line[d]);
-    }
-  }
+  norm_and_rotate<D, DIMS>(from, weight, eps, log2_base, position, line, lane);
+  for (int d = lane; d < D; d += 32) to[d] = static_cast<T>(line[d]);
 }
 
 // Merge parts of a sum over positions, each with its own maximum, and open the gate: element d of a head.
@@ -79,15 +97,39 @@ inline float merged(Stats maxima, Stats weights, Parts parts, int stats_stride, 
   return total / divisor * sigmoid(gate);
 }
 
+// What a layer's products are, where `attend` arranges them itself.
+template <typename T, typename N>
+struct Arrangement {
+  const device T* keys;          // [B, W, HKV, D]
+  const device T* values;        // [B, W, HKV, D]
+  const device N* query_weight;  // [D]
+  const device N* key_weight;    // [D]
+  float eps;
+  float log2_base;
+  int position;  // of the window's first token
+};
+
+template <typename T, typename N>
+inline Arrangement<T, N> arrangement(
+    const device T* keys, const device T* values, const device N* query_weight, const device N* key_weight, float eps,
+    float log2_base, int position) {
+  return {keys, values, query_weight, key_weight, eps, log2_base, position};
+}
+
 // Piece `piece` of window positions w0 .. w0 + QUERIES - 1 of query head h of sequence b, whose window begins at
-// position `first`. WHOLE: there is one piece.
-template <int H, int HKV, int D, int SPLIT, int QUERIES, bool WHOLE, typename T, typename Out>
+// position `first`. WHOLE: there is one piece. ARRANGES: queries, keys and values are arranged here.
+template <
+    int H, int HKV, int D, int DIMS, int SPLIT, int QUERIES, bool WHOLE, bool ARRANGES, typename T,
+    typename Products, typename Out>
 inline void attend(
-    const device T* queries,  // [B, H, W, D]
-    const device T* keys,     // [B, HKV, S, D]
-    const device T* values,   // [B, HKV, S, D]
-    const device T* gates,    // [B, W, H, 2*D], the second half of each head
-    float scale,              // times log2(e)
+    const device T* queries,  // [B, H, W, D], or to be arranged [B, W, H, 2*D]
+    const thread Products& products,
+    const device T* keys,    // [B, HKV, S, D]
+    const device T* values,  // [B, HKV, S, D]
+    device T* new_keys,      // the same memory, to write to
+    device T* new_values,
+    const device T* gates,  // [B, W, H, 2*D], the second half of each head
+    float scale,            // times log2(e)
     int first, int b, int h, int w0, int W, int S, int piece, int pieces,
     device Out* out,              // WHOLE: [B, W, H, D]; else [B, W, H, pieces, D], not yet divided
     device float* stats,          // else [B, W, H, pieces, 2]: maximum and weight
@@ -98,13 +140,21 @@ inline void attend(
   constexpr int EACH = D / 32;
   const int last = metal::min(first + metal::min(w0 + QUERIES, W), (piece + 1) * SPLIT) - 1;
   if (last < piece * SPLIT) return;  // the same for all threads; nobody reads what is not written
-  const long line = (static_cast<long>(b) * HKV + h / (H / HKV)) * S;
+  constexpr int SHARE = H / HKV;
+  const int hk = h / SHARE;
+  const long line = (static_cast<long>(b) * HKV + hk) * S;
+  threadgroup float* head = partials + slice * D;  // not needed yet
   float query[QUERIES][EACH], sum[QUERIES][EACH], most[QUERIES], weight[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
     const int w = metal::min(w0 + q, W - 1);
     const device T* from = queries + ((static_cast<long>(b) * H + h) * W + w) * D;
+    if (ARRANGES) {
+      from = queries + ((static_cast<long>(b) * W + w) * H + h) * 2 * D;
+      norm_and_rotate<D, DIMS>(
+          from, products.query_weight, products.eps, products.log2_base, products.position + w, head, lane);
+    }
     for (int i = 0; i < EACH; ++i) {
-      query[q][i] = static_cast<float>(from[lane * EACH + i]) * scale;
+      query[q][i] = (ARRANGES ? head[lane * EACH + i] : static_cast<float>(from[lane * EACH + i])) * scale;
       sum[q][i] = 0.0f;
     }
     most[q] = -INFINITY;
@@ -112,12 +162,29 @@ inline void attend(
   }
 
   for (int position = piece * SPLIT + slice; position <= last; position += ATTENTION_SLICES) {
-    const device T* key = keys + (line + position) * D + lane * EACH;
-    const device T* value = values + (line + position) * D + lane * EACH;
+    const long at = (line + position) * D + lane * EACH;
     float k[EACH], v[EACH];
-    for (int i = 0; i < EACH; ++i) {
-      k[i] = static_cast<float>(key[i]);
-      v[i] = static_cast<float>(value[i]);
+    if (ARRANGES && position >= first) {
+      const int w = position - first;
+      const long from = ((static_cast<long>(b) * W + w) * HKV + hk) * D;
+      norm_and_rotate<D, DIMS>(
+          products.keys + from, products.key_weight, products.eps, products.log2_base, products.position + w, head,
+          lane);
+      for (int i = 0; i < EACH; ++i) {
+        k[i] = head[lane * EACH + i];
+        v[i] = static_cast<float>(products.values[from + lane * EACH + i]);
+      }
+      if (h % SHARE == 0 && w >= w0) {
+        for (int i = 0; i < EACH; ++i) {
+          new_keys[at + i] = static_cast<T>(k[i]);
+          new_values[at + i] = static_cast<T>(v[i]);
+        }
+      }
+    } else {
+      for (int i = 0; i < EACH; ++i) {
+        k[i] = static_cast<float>(keys[at + i]);
+        v[i] = static_cast<float>(values[at + i]);
+      }
     }
     for (int q = 0; q < QUERIES; ++q) {
       float score = 0.0f;

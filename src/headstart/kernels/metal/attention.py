@@ -12,6 +12,7 @@ WIDEST = 16  # windows; beyond, stock attention is the faster one
 SLICES = 8  # as in attention.metal
 SPLIT = 256  # positions of a piece
 QUERIES = (1, 2, 4)  # window positions side by side
+ORDER = 8  # numbers that one kernel hands to the next: MLX passes fewer in another address space
 
 
 def heads_shape(layer: nn.Module, dtype: mx.Dtype) -> str:
@@ -73,32 +74,96 @@ def metal_attend(
     the second half of each head of `gates` [B, W, H·2·D]. Query w of sequence b sees the positions up to
     `offset[b] + w`, none of them beyond `reach`."""
     B, H, W, D = queries.shape
+    source = """
+        const auto products = headstart::arrangement(queries, queries, queries, queries, 0.0f, 0.0f, 0);
+        device T* const new_keys = nullptr;
+        device T* const new_values = nullptr;
+    """
+    given = {"queries": queries, "keys": keys, "values": values, "offset": offset}
+    return _attend(source, given, gates, (B, W, H, D), None, scale, reach)[0]
+
+
+def metal_attend_into(
+    both: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    norms: HeadNorms,
+    rope: nn.RoPE,
+    cache: tuple[mx.array, mx.array],
+    offset: mx.array,
+    start: mx.array,
+    scale: float,
+    reach: int,
+    before: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Arrange queries and gates [B, W, H·2·D], keys and values [B, W, Hkv·D], rotated to the positions from `start`
+    [B] on; write the window at `offset` [B] into a cache [B, Hkv, S, D], in place; and attend to it.
+
+    MLX orders kernels on Metal by the arrays that they put out, and knows of none here. Each such kernel takes as
+    `before` what the last one put out for that, [ORDER], and the next is given the second result. What only reads the
+    cache must wait for the device.
+    """
+    B, W, _ = both.shape
+    D = norms.queries.shape[0]
+    source = f"""
+        const auto products = headstart::arrangement(
+            fresh_keys, fresh_values, query_weight, key_weight, {norms.eps!r}f, {math.log2(rope.base)!r}f, start[b]);
+        device T* const new_keys = const_cast<device T*>(keys);
+        device T* const new_values = const_cast<device T*>(values);
+        if (h + piece + b + w0 == 0 && thread_index_in_threadgroup < {ORDER})
+            after[thread_index_in_threadgroup] = before[thread_index_in_threadgroup];
+    """
+    given = {
+        "queries": both, "fresh_keys": keys, "fresh_values": values, "query_weight": norms.queries,
+        "key_weight": norms.keys, "keys": cache[0], "values": cache[1], "offset": offset, "start": start,
+        "before": before,
+    }  # fmt: skip
+    out, after = _attend(source, given, both, (B, W, both.shape[-1] // (2 * D), D), rope, scale, reach)
+    return out, after
+
+
+def _attend(
+    source: str,
+    given: dict[str, mx.array],
+    gates: mx.array,
+    shape: tuple[int, int, int, int],
+    rope: nn.RoPE | None,
+    scale: float,
+    reach: int,
+) -> list[mx.array]:
+    """Launch `attend`, and `merge` where there are several pieces. Returns [B, W, H·D], and what the kernel puts out
+    beside. `source` says where keys and values come from and go to; with `rope` they are arranged."""
+    (B, W, H, D), arranges = shape, rope is not None
     count = next((size for size in QUERIES if W <= size), QUERIES[-1])
     groups, pieces = -(-W // count), max(1, -(-reach // SPLIT))
     whole = pieces == 1
+    if whole and not arranges:
+        given = given | {"gates": gates}
     source = f"""
         threadgroup float maxima[{SLICES}], weights[{SLICES}], partials[{SLICES} * D];
         const int h = int(threadgroup_position_in_grid.x), piece = int(threadgroup_position_in_grid.y);
-        const int W = queries_shape[2], groups = (W + COUNT - 1) / COUNT;
-        const int b = int(threadgroup_position_in_grid.z) / groups, w0 = int(threadgroup_position_in_grid.z) % groups;
-        headstart::attend<H, HKV, D, SPLIT, COUNT, {str(whole).lower()}>(
-            queries, keys, values, {"gates" if whole else "queries"}, {scale * math.log2(math.e)!r}f, offset[b], b, h,
-            COUNT * w0, W, keys_shape[2], piece, int(threadgroups_per_grid.y), out,
-            {"static_cast<device float*>(nullptr)" if whole else "stats"}, maxima, weights, partials,
-            int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));
+        const int W = queries_shape[{1 if arranges else 2}], groups = (W + COUNT - 1) / COUNT;
+        const int b = int(threadgroup_position_in_grid.z) / groups;
+        const int w0 = int(threadgroup_position_in_grid.z) % groups * COUNT;
+        {source}
+        headstart::attend<H, HKV, D, DIMS, SPLIT, COUNT, {str(whole).lower()}, {str(arranges).lower()}>(
+            queries, products, keys, values, new_keys, new_values, {"gates" if "gates" in given else "queries"},
+            {scale * math.log2(math.e)!r}f, offset[b], b, h, w0, W, keys_shape[2], piece,
+            int(threadgroups_per_grid.y), out, {"static_cast<device float*>(nullptr)" if whole else "stats"}, maxima,
+            weights, partials, int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));
     """
-    inputs = ("queries", "keys", "values", *["gates"] * whole, "offset")
-    sizes = [("H", H), ("HKV", keys.shape[1]), ("D", D), ("SPLIT", SPLIT), ("COUNT", count)]
+    sizes = {"H": H, "HKV": given["keys"].shape[1], "D": D, "DIMS": rope.dims if rope is not None else 0}
     shapes = [(B, W, H * D)] if whole else [(B, W, H, pieces, D), (B, W, H, pieces, 2)]
-    out, *stats = metal_kernel("attend", inputs, ("out", *["stats"] * (not whole)), source, "attention")(
-        inputs=[queries, keys, values, *([gates] if whole else []), offset],
-        template=[("T", queries.dtype), *sizes],
+    outputs = ("out", *["stats"] * (not whole), *["after"] * arranges)
+    out, *others = metal_kernel("attend", tuple(given), outputs, source, "attention")(
+        inputs=list(given.values()),
+        template=[("T", gates.dtype), *sizes.items(), ("SPLIT", SPLIT), ("COUNT", count)],
         grid=(32 * SLICES * H, pieces, B * groups),
         threadgroup=(32 * SLICES, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[queries.dtype] if whole else [mx.float32, mx.float32],
+        output_shapes=[*shapes, *[(ORDER,)] * arranges],
+        output_dtypes=[*([gates.dtype] if whole else [mx.float32] * 2), *[mx.float32] * arranges],
     )
-    return out if whole else _merge(out, stats[0], gates, offset)
+    return [out if whole else _merge(out, others[0], gates, given["offset"]), *others[1 - whole :]]
 
 
 def _merge(partial: mx.array, stats: mx.array, gates: mx.array, offset: mx.array) -> mx.array:

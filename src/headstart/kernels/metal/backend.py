@@ -6,31 +6,40 @@ stock ops: they are right on every chip, but text may then depend on the number 
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...state import KV, Recurrent
+from ..adapters import ChosenAdapters
 from ..backend import Backend
 from ..checks import KernelCheck
 from ..experts import stock_experts
-from ..layers import Attention, LatentAttention, Layer, Pass, at_last
+from ..graph import Remembering
+from ..layers import Attention, GatedDeltaNet, LatentAttention, Layer, Mamba2, Pass, SelectedAttention
+from ..norms import is_sigmoid_gated
 from ..setting import stock_forced
-from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
+from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import MatrixWeights, matrix_weights
-from .attention import WIDEST, heads_shape, metal_arrange, metal_attend
+from .attention import WIDEST, heads_shape, metal_arrange, metal_attend, metal_attend_into
 from .choice import MOST_ROWS, checks, choose, chosen_kernel, is_exact, kernels_in_use
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
+from .fused import FusedProduct, Launch, launches_of
 from .gated_delta import gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
+from .order import Order, nothing
 from .products import SLICES, STOCK_ROWS, metal_products, product_shape, split_product
 from .stock import StockMetal
-from .tune import operations
+from .tune_fused import IN_PLACE, model_operations
 
 LOG = logging.getLogger("headstart")
+MOMENT = 1.0  # seconds
 
 
 @cache
@@ -38,14 +47,33 @@ def metal_backend() -> "MetalBackend":
     return MetalBackend()
 
 
-class MetalBackend(StockMetal):
+class MetalBackend(Remembering, StockMetal):
     """The kernels beside this file, where they were chosen."""
 
     most_rows = MOST_ROWS
+    in_place = True
+    _fused: ClassVar[WeakKeyDictionary[Layer, list[tuple[Launch, Launch]] | None]] = WeakKeyDictionary()
     windows = ((16, 1), (1, 5), (2, 8), (1, 16))  # at most MOST_ROWS rows
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prepared, self._order = 0, Order()
+        self._readers: dict[bool, Backend] = {}
 
     def __str__(self) -> str:
         return kernels_in_use()
+
+    def form(self) -> int:
+        return self._prepared  # another model's kernels may change the choice for this one
+
+    def carried(self) -> list[mx.array]:
+        return [self._order.last]
+
+    def carry(self, arrays: list[mx.array]) -> None:
+        (self._order.last,) = arrays
+
+    def recover(self) -> None:
+        self._order.last = nothing()
 
     def stock(self) -> Backend:
         return StockMetal()
@@ -53,10 +81,12 @@ class MetalBackend(StockMetal):
     def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
         """Check and time kernels for what these weights compute, as far as that was not done before on this machine.
         It takes seconds, and says so."""
+        self._prepared += 1
+        self._fused.clear()
         if stock_forced():
             return
         try:
-            choose(operations(weights, dtype), _show, exact=_may_be_exact(layers))
+            choose(model_operations(weights, layers, dtype), CheckProgress(), exact=_may_be_exact(layers))
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
 
@@ -65,13 +95,58 @@ class MetalBackend(StockMetal):
         if not _may_be_exact(layers):
             return False
         try:
-            return is_exact(operations(weights, dtype))
+            return is_exact(model_operations(weights, layers, dtype))
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so exact text is not promised: %r", error)
             return False
 
+    def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> Backend:
+        from .prompts import MetalPrompts, reads_wide  # a backend like this one
+
+        wide = reads_wide(layers)
+        if wide not in self._readers:
+            self._readers[wide] = MetalPrompts(wide, self._order)
+        return self._readers[wide]
+
+    def copies_held(self, layers: Sequence[Layer], dtype: mx.Dtype, *, eight_bits: bool) -> tuple[int, int]:
+        """A command buffer holds its inputs until it is done: states that a step replaces, and caches that are not
+        written in place."""
+        mixers = [mixer for layer in layers for mixer in layer.mixers]
+        cached = [each for each in mixers if isinstance(each, Attention | LatentAttention | SelectedAttention)]
+        in_place = all(isinstance(each, Attention) and _attends(IN_PLACE, each, dtype) for each in cached)
+        return 2, 1 if in_place and not eight_bits else 2
+
     def checks(self) -> list[KernelCheck]:
         return checks()
+
+    def decoder_layer(
+        self, layer: Layer, x: mx.array, normed: mx.array | None, memories: Sequence[KV | Recurrent], run: Pass
+    ) -> tuple[mx.array, mx.array | None]:
+        launches = self._launches(layer, x.dtype) if prod(x.shape[:-1]) <= MOST_ROWS else None
+        if launches is None or run.share.ranks > 1:
+            return super().decoder_layer(layer, x, normed, memories, run)
+        held = iter(memories)
+        for part, (first, last) in zip(layer.parts, launches, strict=True):
+            made, does = first(x), part.does
+            if isinstance(does, GatedDeltaNet):
+                memory = next(held)
+                assert isinstance(memory, Recurrent)
+                y = self.remember_window(does.module, does.window(does.module, made), memory, run)
+                made = [y.reshape(*y.shape[:2], -1)]
+            elif isinstance(does, Attention):
+                memory = next(held)
+                assert isinstance(memory, KV)
+                both, keys, values = made
+                made = [self.attend(does, both, keys, values, memory, run)]
+                x = at_last(x, run.last)
+            (x,) = last(made[0], x)
+        return x, None
+
+    def _launches(self, layer: Layer, dtype: mx.Dtype) -> list[tuple[Launch, Launch]] | None:
+        """Return how a layer is launched, found out once for what was chosen."""
+        if layer not in self._fused:
+            self._fused[layer] = launches_of(layer, dtype)
+        return self._fused[layer]
 
     def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
         return metal_norm(x, None, weight, eps)[0] if _norms(x, weight) else super().rms_norm(x, weight, eps)
@@ -92,6 +167,15 @@ class MetalBackend(StockMetal):
             launch=lambda weights, slices: metal_products(x, weights, slices),
             stock=lambda layer, name: split_product(x, layer, *STOCK_ROWS.get(name, STOCK_ROWS["stock"])),
         )
+
+    def gated_product(
+        self, x: mx.array, gate: nn.Module, up: nn.Module, adapters: ChosenAdapters | None = None
+    ) -> mx.array:
+        product = FusedProduct((gate, up), gated=True)
+        slices = product.slices(x.dtype) if prod(x.shape[:-1]) <= MOST_ROWS else None
+        if slices is None:
+            return super().gated_product(x, gate, up, adapters)
+        return Launch(product, slices)(x)[0]
 
     def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
         if prod(indices.shape[:-1]) > MOST_ROWS:
@@ -117,11 +201,23 @@ class MetalBackend(StockMetal):
     ) -> ArrangedHeads:
         if memory.positions is not None or not _attends("heads", layer, both.dtype):
             return super().arrange(layer, both, keys, values, memory)
-        assert layer.norms is not None
-        first, second = layer.norms
-        norms = HeadNorms(first.weight, second.weight, first.eps)
         start = memory.offset if memory.start is None else memory.start
-        return metal_arrange(both, keys, values, norms, layer.module.rope, start)
+        return metal_arrange(both, keys, values, _norms_of(layer), layer.module.rope, start)
+
+    def attend(
+        self, layer: Attention, both: mx.array, keys: mx.array, values: mx.array, memory: KV, run: Pass
+    ) -> mx.array:
+        narrow = both.shape[1] <= WIDEST and not memory.eight_bits and memory.positions is None
+        if not narrow or not _attends(IN_PLACE, layer, both.dtype):
+            return super().attend(layer, both, keys, values, memory, run)
+        module, norms = layer.module, _norms_of(layer)
+        start = memory.offset if memory.start is None else memory.start
+        cache, where = (memory.keys, memory.values), (memory.offset, start, module.scale, memory.reach)
+        given = both, keys, values, norms, module.rope, cache, *where, self._order.last
+        out, self._order.last = metal_attend_into(*given)
+        memory.keys, memory.values = mx.depends([memory.keys, memory.values], [out])
+        memory.written_in_place = True
+        return at_last(out, run.last)
 
     def attend_heads(self, layer: Attention, heads: ArrangedHeads, both: mx.array, memory: KV, run: Pass) -> mx.array:
         narrow = both.shape[1] <= WIDEST and not memory.eight_bits
@@ -132,7 +228,7 @@ class MetalBackend(StockMetal):
 
     def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
         state, conv = memory.state, memory.conv
-        if chosen_kernel("gated delta", gated_delta_shape(window, state, conv)) != "metal":
+        if is_sigmoid_gated(net) or chosen_kernel("gated delta", gated_delta_shape(window, state, conv)) != "metal":
             return super().gated_delta_rule(net, window, memory, run)
         given = window, GatedDeltaWeights.of(net), state, conv, memory.pending, run.accepted, run.certain
         return metal_gated_delta(*given)
@@ -142,8 +238,14 @@ def _may_be_exact(layers: Sequence[Layer]) -> bool:
     """Return whether there are kernels for the attention of these layers. MLX's changes its kernel with the length of
     a text."""
     mixers = [mixer for layer in layers for mixer in layer.mixers]
-    attentions = [each for each in mixers if isinstance(each, Attention | LatentAttention)]
+    attentions = [each for each in mixers if not isinstance(each, GatedDeltaNet | Mamba2)]
     return all(isinstance(each, Attention) and each.gated for each in attentions)
+
+
+def _norms_of(layer: Attention) -> HeadNorms:
+    assert layer.norms is not None
+    queries, keys = layer.norms
+    return HeadNorms(queries.weight, keys.weight, queries.eps)
 
 
 def _norms(x: mx.array, weight: mx.array) -> bool:
@@ -176,9 +278,18 @@ def _multiply(
     return [made[i] if i in made else stock(layer, names[i]) for i, layer in enumerate(layers)]
 
 
-def _show(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        text = f"Checking Metal kernels for this model, once: {done} of {total} {what}"
-        print(f"\r\x1b[K{text if what else ''}", end="", file=sys.stderr, flush=True)
-    elif not done:
-        LOG.warning("Checking %d Metal kernels for this model, once; this takes some seconds", total)
+class CheckProgress:
+    """Shows what is checked, once that takes more than a moment."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun, self._said = clock, clock(), False
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._clock() - self._begun < MOMENT:
+            return
+        if sys.stderr.isatty():
+            text = f"Checking Metal kernels for this model, once: {done} of {total} {what}"
+            print(f"\r\x1b[K{text if what else ''}", end="", file=sys.stderr, flush=True)
+        elif not self._said and what:
+            LOG.warning("Checking %d Metal kernels for this model, once; this takes some seconds", total)
+        self._said = True

@@ -5,33 +5,30 @@ when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, mlx-l
 """
 
 import hashlib
-import json
-import logging
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from ...errors import HeadstartError
-from ..cache import cache_folder, refuse_shared
+from ..cache import cache_folder
 from ..checks import Candidate, KernelCheck
 from ..setting import VARIABLE, stock_forced
+from .kept import read_checks, save_check
+from .trials import Trials
 
 MOST_ROWS = 16
-TIMED = (1, 2, 4, 16)  # rows
-SCORED = 3  # of these decide: a plain step, and windows of one and of three drafts
+TIMED = (1, 4)  # rows: a plain step, and a window of three drafts
+TIMING = "all of them, in turns"
 REPEATS, LAUNCHES, TURN = 5, 8, 2e-3  # a turn is up to so many launches, in about so many seconds
 LARGEST = 10  # times the tolerance may an element be off
 TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 3e-3, mx.float32: 1e-4}
-LOG = logging.getLogger("headstart")
 
 Run = Callable[[slice, slice], mx.array]  # of some sequences, some positions of their windows → [b, w, ...]
 Runs = tuple[Run, ...]  # the one that is timed, then other forms of the kernel, which must give the same bits
@@ -48,56 +45,111 @@ class Operation:
     sequences: int = MOST_ROWS
     width: int = 1
     comparable: Callable[[mx.array], mx.array] = lambda made: made  # what must be close to stock ops'
+    forms: int = 1  # of the kernels, that the model uses
+
+    @property
+    def key(self) -> str:
+        return f"{self.operation} {self.shape}"
 
 
-def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelCheck:
-    """Choose the fastest candidate whose rows are independent; `stock`, the oracle, where there is none."""
-    candidates = operation.candidates()
-    everything = slice(0, operation.sequences), slice(0, operation.width)
-    stock = candidates["stock"]
-    assert not isinstance(stock, str)
-    expected = operation.comparable(stock[0](*everything))
-    allowed = TOLERANCE[expected.dtype]
+def decide(operation: Operation, clock: Clock = time.perf_counter, trials: Trials | None = None) -> KernelCheck:
+    """Choose the fastest candidate whose rows are independent; `stock`, the oracle, where there is none.
+
+    Each is compared and timed at a few widths. From the fastest on they are then looked at in every form and at every
+    width, until one is independent: what is slower is not compiled for those.
+    """
     found: dict[str, Candidate] = {}
-    usable: dict[str, Run] = {}
-    launches: dict[str, dict[int, int]] = {}
-    for name, runs in candidates.items():
-        if isinstance(runs, str):
-            found[name] = Candidate(name, runs)
-            continue
-        try:
-            made = [run(*everything) for run in runs]
-            errors = [_distance(operation.comparable(each), expected) for each in made]
-            wrong = next((reason for error in errors if (reason := _too_far(*error, allowed))), None)
-            exact = wrong is None and all(_is_independent(operation, run, made[0]) for run in runs)
-            if wrong is None:
-                launches[name] = _launches(operation, runs[0], clock)
-                usable[name] = runs[0]
-            found[name] = Candidate(name, wrong, exact, errors[0][0])
-        except Exception as failure:  # of the device's compiler, whose classes differ
-            found[name] = Candidate(name, f"failed: {_message(failure)}")
-    for name, seconds in _time(operation, usable, launches, clock).items():
-        found[name] = replace(found[name], seconds=seconds)
-    check = KernelCheck(operation.operation, operation.shape, "stock", found["stock"].exact, tuple(found.values()))
+    runnable: dict[str, Runs] = {}
+    for name, runs in operation.candidates().items():
+        if refused := runs if isinstance(runs, str) else _crashed(operation, name, trials):
+            found[name] = Candidate(name, refused)
+        elif not isinstance(runs, str):
+            runnable[name] = runs
+            found[name] = Candidate(name)
+
+    def trying(what: str) -> AbstractContextManager[None]:
+        return trials.trying(operation.key, what) if trials else nullcontext()
+
+    if "stock" in runnable:  # else there is nothing to compare with
+        stock = runnable["stock"][0]
+        expected = {rows: operation.comparable(stock(*_narrow(operation, rows))) for rows in TIMED}
+        for name, runs in runnable.items():
+            with trying(name):
+                found[name] = _compare(operation, name, runs[0], expected, clock)
+        usable = {name: runs[0] for name, runs in runnable.items() if found[name].refused is None}
+        with trying(TIMING):
+            for name, timed in _time(operation, usable, clock).items():
+                told = {"refused": timed} if isinstance(timed, str) else {"seconds": timed}
+                found[name] = replace(found[name], **told)
+        for name in sorted((name for name in usable if found[name].seconds), key=lambda name: _score(found[name])):
+            with trying(name):
+                found[name] = _prove(operation, found[name], runnable[name], stock, clock)
+            if found[name].exact:
+                break
+    candidates = tuple(found.values())
+    check = KernelCheck(operation.operation, operation.shape, "stock", False, candidates, operation.forms)
     return _fastest(check, exact=True)
 
 
+def _crashed(operation: Operation, name: str, trials: Trials | None) -> str | None:
+    """Return why a candidate is not tried again. Which of those that are timed in turns ended a process is not known:
+    one of ours."""
+    if trials is None:
+        return None
+    in_turns = None if name.startswith("stock") else trials.refusal(operation.key, TIMING)
+    return trials.refusal(operation.key, name) or in_turns
+
+
+def _narrow(operation: Operation, rows: int) -> tuple[slice, slice]:
+    """Return so many positions: of one sequence, or of sequences where windows have one."""
+    return (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
+
+
+def _compare(operation: Operation, name: str, run: Run, expected: Mapping[int, mx.array], clock: Clock) -> Candidate:
+    """Run a candidate at a few widths, and compare it with stock ops."""
+    begun = clock()
+    try:
+        pairs = [(operation.comparable(run(*_narrow(operation, rows))), right) for rows, right in expected.items()]
+        errors = _distances(pairs)
+    except Exception as failure:  # of the device's compiler, whose classes differ
+        return Candidate(name, f"failed: {_message(failure)}")
+    wrong = _too_far(errors, pairs[0][1].dtype)
+    return Candidate(name, wrong, error=max(error for error, _ in errors), first=clock() - begun)
+
+
+def _prove(operation: Operation, tried: Candidate, runs: Runs, stock: Run, clock: Clock) -> Candidate:
+    """Look whether a row has the same bits whatever stands beside it, in every form of a kernel."""
+    begun, everything = clock(), (slice(0, operation.sequences), slice(0, operation.width))
+    try:
+        expected, together = operation.comparable(stock(*everything)), runs[0](*everything)
+        pairs = [(operation.comparable(run(*everything)), expected) for run in runs]
+        same = [each for run in runs for each in _same_bits(operation, run, together)]
+        errors = _distances(pairs, same)
+    except Exception as failure:
+        return replace(tried, refused=f"failed: {_message(failure)}", seconds={})
+    if wrong := _too_far(errors, expected.dtype):
+        return replace(tried, refused=wrong, seconds={}, exact=None)
+    return replace(tried, exact=all(each.item() for each in same), first=(tried.first or 0) + clock() - begun)
+
+
 def _score(candidate: Candidate) -> float:
-    return sum(list(candidate.seconds.values())[:SCORED])
+    return sum(candidate.seconds.values())
 
 
 def _fastest(check: KernelCheck, *, exact: bool) -> KernelCheck:
     """Return a check with the fastest candidate chosen, or of the exact ones; stock ops where there is none."""
     usable = [each for each in check.candidates if each.seconds and (each.exact or not exact)]
     best = min(usable, key=_score, default=check.candidates[0])
-    return replace(check, chosen=best.name, exact=best.exact)
+    return replace(check, chosen=best.name, exact=bool(best.exact))
 
 
-def _too_far(error: float, largest: float, allowed: float) -> str | None:
-    if not error <= allowed:  # NaN is too far
-        return f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
-    if not largest <= LARGEST * allowed:
-        return f"differs from stock ops by {largest:.1e} in an element, more than {LARGEST * allowed:.0e}"
+def _too_far(errors: list[tuple[float, float]], dtype: mx.Dtype) -> str | None:
+    allowed = TOLERANCE[dtype]
+    for error, largest in errors:
+        if not error <= allowed:  # NaN is too far
+            return f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
+        if not largest <= LARGEST * allowed:
+            return f"differs from stock ops by {largest:.1e} in an element, more than {LARGEST * allowed:.0e}"
     return None
 
 
@@ -108,7 +160,14 @@ def _message(failure: Exception) -> str:
     return " ".join(" ".join(lines[first:]).split())[:300] or type(failure).__name__
 
 
-def _distance(found: mx.array, expected: mx.array) -> tuple[float, float]:
+def _distances(pairs: list[tuple[mx.array, mx.array]], others: Sequence[mx.array] = ()) -> list[tuple[float, float]]:
+    """Return how far what was found is from what was expected, pair by pair. Waits once for all, and for others."""
+    found = [_distance(*pair) for pair in pairs]
+    wait([*(each for pair in found for each in pair), *others])
+    return [(float(error), float(largest)) for error, largest in found]
+
+
+def _distance(found: mx.array, expected: mx.array) -> tuple[mx.array, mx.array]:
     """Return the distance relative to the norm, and the largest of an element relative to it or to the root mean
     square, whichever is larger."""
     if found.shape != expected.shape:
@@ -116,18 +175,24 @@ def _distance(found: mx.array, expected: mx.array) -> tuple[float, float]:
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
     apart, mean = mx.abs(found - expected), mx.sqrt(mx.mean(mx.square(expected)))
     largest = mx.max(apart / mx.maximum(mx.maximum(mx.abs(expected), mean), 1e-30))
-    return float(mx.linalg.norm(apart) / mx.maximum(mx.linalg.norm(expected), 1e-30)), float(largest)
+    return mx.linalg.norm(apart) / mx.maximum(mx.linalg.norm(expected), 1e-30), largest
 
 
-def _is_independent(operation: Operation, run: Run, together: mx.array) -> bool:
-    """Return whether rows have their bits of `together` in any number of sequences, and in windows of any width that
+def wait(arrays: list[mx.array]) -> None:
+    """Wait for the device. Nothing else here does."""
+    mx.eval(arrays)
+
+
+def _same_bits(operation: Operation, run: Run, together: mx.array) -> Iterator[mx.array]:
+    """Yield whether rows have their bits of `together` in any number of sequences, and in windows of any width that
     begin and end anywhere."""
     B, W = operation.sequences, operation.width
     parts = [(slice(B - n, B), slice(0, W)) for n in range(1, B + 1)]
     if W > 1:
         parts += [(slice(0, 1), slice(W - w, W)) for w in range(1, W)]
         parts += [(slice(B - 1, B), slice(0, w)) for w in range(1, W)]
-    return all(mx.array_equal(_bits(run(*part)), _bits(together[part])).item() for part in parts)
+    for part in parts:
+        yield mx.array_equal(_bits(run(*part)), _bits(together[part]))
 
 
 def _bits(array: mx.array) -> mx.array:
@@ -135,32 +200,29 @@ def _bits(array: mx.array) -> mx.array:
 
 
 def _turn(operation: Operation, run: Run, rows: int, launches: int, clock: Clock) -> float:
-    part = (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
     begun = clock()
-    mx.eval([run(*part) for _ in range(launches)])
+    wait([run(*_narrow(operation, rows)) for _ in range(launches)])
     return (clock() - begun) / launches
 
 
-def _launches(operation: Operation, run: Run, clock: Clock) -> dict[int, int]:
-    """Return how many launches make a turn, by rows."""
-    counts = {}
-    for rows in TIMED:
-        _turn(operation, run, rows, 1, clock)  # compiles
-        once = _turn(operation, run, rows, 1, clock)
-        counts[rows] = max(1, min(LAUNCHES, int(TURN / max(once, 1e-9))))
-    return counts
-
-
-def _time(
-    operation: Operation, candidates: Mapping[str, Run], launches: Mapping[str, Mapping[int, int]], clock: Clock
-) -> dict[str, dict[int, float]]:
-    """Return the median seconds of each candidate by rows, measured in turns."""
-    samples = {name: {rows: list[float]() for rows in TIMED} for name in candidates}
-    for _ in range(REPEATS):
+def _time(operation: Operation, candidates: Mapping[str, Run], clock: Clock) -> dict[str, dict[int, float] | str]:
+    """Return the median seconds of each candidate by rows, measured in turns, or why it failed."""
+    counts, samples = dict[tuple[str, int], int](), dict[tuple[str, int], list[float]]()
+    failed = dict[str, dict[int, float] | str]()
+    for turn in range(1 + REPEATS):
         for rows in TIMED:
-            for name, run in candidates.items():
-                samples[name][rows].append(_turn(operation, run, rows, launches[name][rows], clock))
-    return {name: {rows: statistics.median(each) for rows, each in times.items()} for name, times in samples.items()}
+            for name in [each for each in candidates if each not in failed]:
+                try:
+                    taken = _turn(operation, candidates[name], rows, counts.get((name, rows), 1), clock)
+                except Exception as failure:
+                    failed[name] = f"failed: {_message(failure)}"
+                    continue
+                if not turn:
+                    counts[name, rows] = max(1, min(LAUNCHES, int(TURN / max(taken, 1e-9))))
+                else:
+                    samples.setdefault((name, rows), []).append(taken)
+    done = [name for name in candidates if name not in failed]
+    return failed | {name: {rows: statistics.median(samples[name, rows]) for rows in TIMED} for name in done}
 
 
 @cache
@@ -205,7 +267,7 @@ def chosen_kernel(operation: str, shape: str) -> str:
 
 def is_exact(operations: Iterable[Operation]) -> bool:
     """Return whether all of these operations were found to compute rows independently."""
-    found = [_decided.get(f"{each.operation} {each.shape}") for each in operations]
+    found = [_decided.get(each.key) for each in operations]
     return all(each is not None and each.exact for each in found)
 
 
@@ -221,66 +283,39 @@ def choose(
 
     `progress` is called with the number of checks done, of all, and what comes next.
     """
-    wanted = {f"{each.operation} {each.shape}": each for each in operations}
+    wanted = {each.key: each for each in operations}
     path, valid_for = cache_folder() / "metal.json", identity()
-    kept, saves = _read(path, valid_for), True
-    new = [key for key in wanted if key not in _decided]
+    kept = {key: each for key, each in read_checks(path, valid_for).items() if key in wanted}
+    kept = {key: each for key, each in kept.items() if each.forms >= wanted[key].forms}
+    new = [key for key in wanted if key not in _decided or _decided[key].forms < wanted[key].forms]
     _decided.update({key: kept[key] for key in new if key in kept})
-    missing = {key: wanted[key] for key in new if key not in kept}
-    for done, (key, operation) in enumerate(missing.items()):
-        progress(done, len(missing), key)
-        try:
-            _decided[key] = decide(operation, clock)
-            saves = saves and _save(path, valid_for, key, _decided[key])
-        except Exception as error:  # stock ops themselves failed: the model will say so if it needs them
-            failed = Candidate("stock", f"failed: {_message(error)}")
-            _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
-    if missing:
-        progress(len(missing), len(missing), "")
+    _check({key: wanted[key] for key in new if key not in kept}, path, valid_for, progress, clock)
     # If the model cannot be exact, nothing is lost by speed. Models before it keep what they were found exact with.
     # If it can, models before it that are not get the exact ones, too.
     exact = exact and all(_fastest(_decided[key], exact=True).exact for key in wanted)
     _decided.update({key: _fastest(_decided[key], exact=exact) for key in (wanted if exact else new)})
 
 
-def _read(path: Path, valid_for: str) -> dict[str, KernelCheck]:
-    """Return the choices in a file. One that is missing, damaged, outdated or not the user's only costs time."""
+def _check(
+    missing: Mapping[str, Operation],
+    path: Path,
+    valid_for: str,
+    progress: Callable[[int, int, str], None],
+    clock: Clock,
+) -> None:
+    """Check operations that were not checked before, and keep what was found."""
+    if not missing:
+        return
+    trials, saves = Trials(path.parent, valid_for), True
     try:
-        refuse_shared(path.parent)
-        stored: Any = json.loads(path.read_text())
-        return {key: _restore(key, value) for key, value in stored[valid_for].items()}
-    except HeadstartError as error:
-        LOG.warning("Choices of Metal kernels are not kept: %s", error)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
-    return {}
-
-
-def _restore(key: str, value: Any) -> KernelCheck:
-    candidates = []
-    for each in value["candidates"]:
-        seconds = {int(rows): float(time) for rows, time in each["seconds"].items()}
-        candidates.append(Candidate(**{**each, "seconds": seconds}))
-    check = KernelCheck(**{**value, "candidates": tuple(candidates)})
-    chosen = [each for each in candidates if each.name == check.chosen]
-    if key != f"{check.operation} {check.shape}" or [each.exact for each in chosen] != [check.exact]:
-        raise ValueError(f"{key} is not consistent")
-    return check
-
-
-def _save(path: Path, valid_for: str, key: str, check: KernelCheck) -> bool:
-    """Add a choice to a file. Return whether that succeeded."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_shared(path.parent)
-        checks = {**_read(path, valid_for), key: check}
-        stored = {valid_for: {key: asdict(check) for key, check in checks.items()}}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="metal-", delete=False) as file:
-            json.dump(stored, file, indent=1)
-        Path(file.name).replace(path)
-        return True
-    except HeadstartError:
-        pass  # `_read` has said why
-    except OSError as error:
-        LOG.warning("Choices of Metal kernels are not kept: %s cannot be written (%s)", path.parent, error.strerror)
-    return False
+        for done, (key, operation) in enumerate(missing.items()):
+            progress(done, len(missing), key)
+            try:
+                _decided[key] = decide(operation, clock, trials)
+                saves = saves and save_check(path, valid_for, key, _decided[key])
+            except Exception as error:  # stock ops themselves failed: the model will say so if it needs them
+                failed = Candidate("stock", f"failed: {_message(error)}")
+                _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
+    finally:
+        trials.close()
+    progress(len(missing), len(missing), "")

@@ -121,7 +121,7 @@ inline void fold_and_run(
     device float* new_state,
     device T* new_conv,
     Fresh fresh,
-    Tile tile,
+    const thread Tile& tile,
     int b, int hv, int index) {
   constexpr int C = 2 * HK * DK + HV * DV;
   constexpr int CHANNELS = 2 * DK + DV;  // of this head

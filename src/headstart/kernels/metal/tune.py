@@ -1,6 +1,7 @@
 """The operations of a model, for which kernels are chosen when it is loaded on a Mac, and what may compute them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
 
 import mlx.core as mx
@@ -9,10 +10,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...state import KV, Recurrent
 from ..experts import stock_combine, stock_experts, stock_route
-from ..layers import Attention, Pass
-from ..norms import stock_norm
+from ..layers import Attention, Layer, Pass
+from ..norms import is_sigmoid_gated, stock_norm
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
-from ..weights import matrix_weights
+from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
 from .choice import MOST_ROWS, Operation, Run, Runs
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
@@ -20,24 +21,34 @@ from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_del
 from .norm import metal_norm, norm_shape
 from .products import SLICES, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
 from .stock import StockMetal
+from .used import MOST_FUSED, Format, most_fused, weights_format
 
 STOCK = StockMetal()
-# Of sequences, before the windows that attention is checked with; the first is timed. MLX passes arrays of 8 and more
-# elements in another address space.
-LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255, 130)
+# Of sequences, before the windows that attention is checked with; the first is timed. From 8 on MLX passes what there
+# is one of for each in another address space: these forms are compiled, and looked at, with the first request.
+LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255)
 STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
 DRAFTS = 15  # pending
-ACCEPTED = (0, 1, 3, 7, 8, 9, 14, 15)  # of these, by sequence; tiles have 8
-FUSED = 4  # products of one input at most
+ACCEPTED = (0, 1, 7, 8, 9, 14, 15)  # of these, by sequence; tiles have 8
+# Bytes of a matrix that are read to check it, more than chips cache; and outputs, where MLX takes no other kernel for
+# more of them.
+SAMPLED, LEAST_OUTPUTS = 128 << 20, 1 << 14
+
+Fused = Callable[[], dict[Format, int] | None]  # how many weights of a format have one input at most, if it is known
 
 
-def operations(weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
-    """Return every distinct operation of a model."""
+def operations(weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> list[Operation]:
+    """Return every distinct operation of a model. `layers` say how many products share an input."""
     found: dict[tuple[str, str], Operation] = {}
+    fused = cache(lambda: most_fused(layers, dtype))
+    # Attention norms its heads itself.
+    within = {id(norm) for each in weights.modules() if _has_gated_heads(each) for norm in (each.q_norm, each.k_norm)}
     for path, module in weights.named_modules():
         tied = path == "embed_tokens" and "lm_head" not in weights
+        if id(module) in within:
+            continue
         try:
-            described = list(_operations(module, dtype, tied))
+            described = list(_operations(module, dtype, tied, fused))
         except Exception as error:
             described = [_undescribed(module, error)]
         for each in described:
@@ -54,15 +65,24 @@ def _undescribed(module: nn.Module, error: Exception) -> Operation:
     return Operation("undescribed", type(module).__name__, candidates)
 
 
-def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool) -> Iterator[Operation]:
+def _has_gated_heads(module: nn.Module) -> bool:
+    return "q_norm" in module and "num_key_value_heads" in vars(module)
+
+
+def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool, fused: Fused) -> Iterator[Operation]:
     if isinstance(module, nn.Linear | nn.QuantizedLinear) or tied:
-        yield _product(module, dtype)
-    elif "q_norm" in module and "num_key_value_heads" in vars(module):  # with a gate
+        wide = module.get("scales") is None and module.weight.dtype == mx.float32  # means of streams
+        yield _product(module, mx.float32 if wide else dtype, fused)
+    elif _has_gated_heads(module):
         yield from _attention(module, dtype)
     elif "A_log" in module and "num_v_heads" in vars(module):  # Mamba-2 has stock ops
-        yield _gated_delta(module, dtype)
+        if not is_sigmoid_gated(module):
+            yield _gated_delta(module, dtype)
     elif "switch_mlp" in module:
         yield from _mixture(module, dtype)
+    elif "switch_glu" in module:  # Gemma 4's
+        yield from _expert_layers(module.switch_glu, module.top_k, dtype)
+        yield _route(module.switch_glu.up_proj.weight.shape[0], module.top_k, True, dtype)
     elif "eps" in vars(module) and "weight" in module and module.weight.dtype == mx.float32:
         yield _norm(module, dtype)
 
@@ -77,24 +97,39 @@ def _same(made: list[mx.array]) -> mx.array:
     return mx.where(mx.all(mx.stack([first == other for other in others])), first, mx.nan) if others else first
 
 
-def _product(layer: nn.Module, dtype: mx.Dtype) -> Operation:
-    weights = matrix_weights(layer)
+def _product(layer: nn.Module, dtype: mx.Dtype, fused: Fused) -> Operation:
+    weights, most = matrix_weights(layer), fused()
+    counts = MOST_FUSED if most is None else most.get(weights_format(weights), 1)
 
     def candidates() -> Mapping[str, Runs | str]:
+        part = _first_outputs(layer, weights)
         x, refusal = _random(MOST_ROWS, 1, weights.inputs, dtype=dtype), metal_refusal(dtype, layer, weights)
 
         def stock(least: int, most: int) -> Runs:
-            return (lambda b, w: split_product(x[b, w], layer, least, most),)
+            return (lambda b, w: split_product(x[b, w], part, least, most),)
 
         def ours(slices: int) -> Runs | str:
-            def fused(count: int) -> Run:
-                return lambda b, w: _same(metal_products(x[b, w], [weights] * count, slices))
+            held = matrix_weights(part)
 
-            return refusal or tuple(fused(count) for count in range(1, FUSED + 1))
+            def together(count: int) -> Run:
+                return lambda b, w: _same(metal_products(x[b, w], [held] * count, slices))
+
+            return refusal or tuple(together(count) for count in range(1, counts + 1))
 
         return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {n: ours(s) for n, s in SLICES.items()}
 
-    return Operation("product", product_shape(dtype, layer, weights), candidates)
+    return Operation("product", product_shape(dtype, layer, weights), candidates, forms=counts)
+
+
+def _first_outputs(layer: nn.Module, weights: MatrixWeights) -> nn.Module:
+    """Return a layer, or of a large one as many of its first outputs as are enough to time it."""
+    each = sum(array.nbytes for array in weights.arrays()) // weights.outputs
+    count = max(SAMPLED // max(each, 1), LEAST_OUTPUTS)
+    if weights.outputs <= count:
+        return layer
+    part = copy(layer)
+    part.update({name: array[:count] for name, array in layer.parameters().items()})
+    return part
 
 
 def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operation:
@@ -130,32 +165,11 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     gated = "shared_expert_gate" in module  # Qwen3.5's; others are summed by stock ops
     if gated and module.sharding_group is not None:
         return
-    top, switch = _experts_per_token(module), module.switch_mlp
-    layers = [each for each in switch.children().values() if isinstance(each, SwitchLinear | QuantizedSwitchLinear)]
-    for layer in layers:
-        yield _experts(layer, top, layer is switch.get("down_proj", switch.get("fc2")), dtype)
+    top = _experts_per_token(module)
+    yield from _expert_layers(module.switch_mlp, top, dtype)
     if not isinstance(module.get("gate"), nn.Linear | nn.QuantizedLinear):
         return
-    experts = module.gate.weight.shape[0]
-    order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
-    logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen
-
-    def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Runs:
-        def run(b: slice, w: slice) -> mx.array:
-            indices, scores = kernel(logits[b, w], top, module.norm_topk_prob)
-            return mx.concatenate([indices.astype(mx.float32), scores.astype(mx.float32)], axis=-1)
-
-        return (run,)
-
-    def by_expert(made: mx.array) -> mx.array:
-        """Stock ops name the experts in any order."""
-        indices, scores = mx.split(made, 2, axis=-1)
-        zeros = mx.zeros((*made.shape[:-1], experts))
-        return mx.put_along_axis(zeros, indices.astype(mx.int32), scores, axis=-1).astype(dtype)
-
-    kernels = {"stock": route(stock_route), "metal": route(metal_route)}
-    yield Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
-
+    yield _route(module.gate.weight.shape[0], top, module.norm_topk_prob, dtype)
     if not gated:
         return
     size = matrix_weights(module.shared_expert.down_proj).outputs
@@ -167,6 +181,33 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
 
     sums = {"stock": combine(stock_combine), "metal": combine(metal_combine)}
     yield Operation("combine", combine_shape(parts), lambda: sums)
+
+
+def _expert_layers(switch: nn.Module, top: int, dtype: mx.Dtype) -> Iterator[Operation]:
+    layers = [each for each in switch.children().values() if isinstance(each, SwitchLinear | QuantizedSwitchLinear)]
+    for layer in layers:
+        yield _experts(layer, top, layer is switch.get("down_proj", switch.get("fc2")), dtype)
+
+
+def _route(experts: int, top: int, normed: bool, dtype: mx.Dtype) -> Operation:
+    order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
+    logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen
+
+    def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Runs:
+        def run(b: slice, w: slice) -> mx.array:
+            indices, scores = kernel(logits[b, w], top, normed)
+            return mx.concatenate([indices.astype(mx.float32), scores.astype(mx.float32)], axis=-1)
+
+        return (run,)
+
+    def by_expert(made: mx.array) -> mx.array:
+        """Stock ops name the experts in any order."""
+        indices, scores = mx.split(made, 2, axis=-1)
+        zeros = mx.zeros((*made.shape[:-1], experts))
+        return mx.put_along_axis(zeros, indices.astype(mx.int32), scores, axis=-1).astype(dtype)
+
+    kernels = {"stock": route(stock_route), "metal": route(metal_route)}
+    return Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
 
 
 def _norm(module: nn.Module, dtype: mx.Dtype) -> Operation:
