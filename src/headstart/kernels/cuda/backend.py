@@ -11,9 +11,10 @@ import mlx.nn as nn
 from ...state import KV, Recurrent
 from ..adapters import ChosenAdapters, has_adapters
 from ..backend import Backend
-from ..layers import Attention, LatentAttention, Layer, Pass, at_last
+from ..layers import Attention, GatedDeltaNet, Layer, Mamba2, Pass
+from ..norms import is_sigmoid_gated
 from ..products import add_biases
-from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
+from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import matrix_weights
 from .attention import (
     WIDEST,
@@ -50,11 +51,16 @@ class CudaBackend(CudaSteps):
     def is_exact(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
         """Return whether attention is ours: MLX's changes its kernel with the length of a text."""
         mixers = [mixer for layer in layers for mixer in layer.mixers]
-        attentions = [each for each in mixers if isinstance(each, Attention | LatentAttention)]
+        attentions = [each for each in mixers if not isinstance(each, GatedDeltaNet | Mamba2)]
         return all(isinstance(each, Attention) and attention_fits(each) for each in attentions) and dtype in HALVES
 
     def stock(self) -> Backend:
         return Backend()
+
+    def with_gradients(self) -> Backend:
+        from .gradients import CudaGradients
+
+        return CudaGradients()
 
     def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> Backend:
         from .prompts import CudaPrompts, reads_prompts  # derived from this class
@@ -129,7 +135,7 @@ class CudaBackend(CudaSteps):
     def decoder_layer(
         self, layer: Layer, x: mx.array, normed: mx.array | None, memories: Sequence[KV | Recurrent], run: Pass
     ) -> tuple[mx.array, mx.array | None]:
-        if len(layer.parts) == 2 and len(memories) == 1 and run.share.ranks == 1:
+        if len(layer.parts) == 2 and layer.is_plain and len(memories) == 1 and run.share.ranks == 1:
             whole = decoder_layer(self.persistent, layer, x, memories[0], run)
             if whole is not None:
                 return at_last(whole, run.last), None
@@ -177,7 +183,7 @@ class CudaBackend(CudaSteps):
 
     def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
         weights, state, conv = GatedDeltaWeights.of(net), memory.state, memory.conv
-        if not gated_delta_fits(state, window.qkv.dtype, weights.conv.shape[1]):
+        if is_sigmoid_gated(net) or not gated_delta_fits(state, window.qkv.dtype, weights.conv.shape[1]):
             return super().gated_delta_rule(net, window, memory, run)
         return launch_gated_delta(window, weights, state, conv, memory.pending, run.accepted, run.certain)
 

@@ -25,7 +25,7 @@ def decoder_layer(
     """Return the residual stream x [B, W, H] after a layer of a mixer and an MLP or experts. None where it takes
     several kernels, as in prefill; then `memory` has not changed."""
     B, W, _ = x.shape
-    (first, mixer, _), (second, ahead, _) = layer.parts
+    (first, mixer, *_), (second, ahead, *_) = layer.parts
     if B * W > MOST_ROWS or run.certain > 1 or not persistent.claim() or not norm_fits(x, first["weight"]):
         return None
     packed = packed_weights(layer.module)

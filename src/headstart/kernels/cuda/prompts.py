@@ -14,9 +14,9 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 from ...state import KV, Recurrent
 from ..adapters import ChosenAdapters, has_adapters
 from ..backend import Backend
-from ..layers import Attention, FeedForward, GatedDeltaNet, Layer, Pass, at_last
+from ..layers import Attention, FeedForward, GatedDeltaNet, Layer, MlpAndExperts, Pass
 from ..products import add_biases
-from ..types import ArrangedHeads, GatedDeltaWeights, Ran, Window
+from ..types import ArrangedHeads, GatedDeltaWeights, Ran, Window, at_last
 from ..weights import matrix_weights
 from .attention import attention_fits
 from .backend import HALVES, CudaBackend
@@ -43,7 +43,7 @@ def _takes(does: object, dtype: mx.Dtype) -> bool:
     if isinstance(does, GatedDeltaNet):
         state = does.state(1, dtype, eight_bits=False)
         return delta_chunks_fit(state.state, dtype, does.module.conv_kernel_size)
-    if not isinstance(does, FeedForward):
+    if not isinstance(does, FeedForward) or isinstance(does, MlpAndExperts):
         return False
     module = does.module
     if "switch_mlp" not in module:
@@ -60,11 +60,24 @@ def _takes_experts(module: nn.Module, dtype: mx.Dtype) -> bool:
     return plain and not any(prompt_experts_refusal(dtype, matrix_weights(layer)) for layer in layers)
 
 
+def _matrix_numbers(layer: Layer, rows: int) -> int:
+    """Return how many numbers a layer's matrices and their products with so many rows have, without its experts."""
+    matrices = [each for each in layer.module.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
+    shapes = [(weights.outputs, weights.inputs) for weights in map(matrix_weights, matrices)]
+    return sum(outputs * (inputs + rows) for outputs, inputs in shapes)
+
+
 class CudaPrompts(CudaBackend):
     cut = CUT
     widest = 8192
     keeps = True
+    layers_ahead = 2
     pass_overhead = 256
+
+    def pass_bytes(self, layers: Sequence[Layer], dtype: mx.Dtype) -> int:
+        """Count widened matrices and the outputs of products, of the layers that are under way."""
+        most = max(_matrix_numbers(layer, self.widest) for layer in layers)
+        return 2 * self.layers_ahead * dtype.size * most
 
     def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
         return add_biases([wide_product(x, layer) for layer in layers], layers)
