@@ -23,8 +23,10 @@ from headstart.kernels.metal import attention, choice, stock
 from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import Candidate, KernelCheck
 from headstart.kernels.metal.tune import operations
+from headstart.kernels.metal.tune_fused import model_operations
 from headstart.kernels.norms import Norm
 from headstart.kernels.types import Window
+from headstart.models import Model
 from headstart.state import Recurrent
 
 NATIVE = ("cpu", "cuda", "metal")
@@ -91,6 +93,16 @@ def choose_kernels(
         assert (name == "stock") != fit, runs
         check = KernelCheck(operation.operation, operation.shape, name, True, (Candidate(name),))
         choice._decided[f"{operation.operation} {operation.shape}"] = check
+
+
+def choose_all(model: Model) -> None:
+    """Have a kernel of ours chosen on Metal for every operation of a model that has one."""
+    layers = (*model.layers, *(model.head_layers if model.has_head else ()))
+    for each in model_operations(model.weights, layers, model.dtype):
+        runs = each.candidates().items()
+        name = next((name for name, run in runs if name.startswith("metal") and not isinstance(run, str)), "stock")
+        check = KernelCheck(each.operation, each.shape, name, True, (Candidate(name),))
+        choice._decided[f"{each.operation} {each.shape}"] = check
 
 
 def no_mask(window: int | None) -> mx.array:

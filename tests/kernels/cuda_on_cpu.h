@@ -2,23 +2,16 @@
 // run one after the other, or, where they wait for each other, each in a thread of this machine.
 // Arithmetic is IEEE single precision with the same roundings, so bits that do not depend on the width of a window
 // here do not depend on it there; only expf and its like may differ in the last bit.
+//
+// Every kernel is compiled with this: few and small headers. What can be compiled once is in cuda_on_cpu.cpp.
+#ifndef CUDA_ON_CPU
+#define CUDA_ON_CPU
 
-#include <setjmp.h>
-#include <ucontext.h>
-
-#include <algorithm>
-#include <atomic>
-#include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <thread>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #define __device__
@@ -28,8 +21,14 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
 
-using std::max;
-using std::min;
+template <typename X>
+X max(X a, X b) {
+  return a < b ? b : a;
+}
+template <typename X>
+X min(X a, X b) {
+  return b < a ? b : a;
+}
 
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -72,53 +71,49 @@ struct Copy {
 };
 struct Product {
   int group;
-  std::function<void()> run;
+  void (*run)(void*);  // and delete
+  void* what;
 };
 struct Thread {
-  ucontext_t context;  // to start in; later turns begin with a jump, which needs no system call
-  jmp_buf jump;
-  bool started = false;
-  std::unique_ptr<char[]> stack;
   dim3 index;
   Warp* warp;
   int lane;
-  bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
   std::vector<Product> products;
   int product_groups = 0;
 };
-inline thread_local Thread* self;
-inline thread_local Barrier block_barrier;
-inline thread_local std::map<int, Barrier> named_barriers;
-inline thread_local jmp_buf scheduler;
-inline thread_local dim3 blockIdx;
-inline dim3 blockDim, gridDim;
+constexpr int ROOM = 232448 + 2048;
+extern constinit thread_local Thread* self;
+extern constinit thread_local dim3 blockIdx;
+extern constinit dim3 blockDim, gridDim;
 // Aligned as the kernel declares it, and no better: what relies on more shows.
-inline thread_local unsigned char shared_room[232448 + 2048] __align__(2048);
+extern constinit thread_local unsigned char shared_room[ROOM] __align__(2048);
 #define dynamic_shared (shared_room + SHARED_ALIGNMENT)
 #define threadIdx (self->index)
 
-inline void pause_thread() {
-  if (!_setjmp(self->jump)) _longjmp(scheduler, 1);
+void meet(Barrier& barrier);
+void land_copies(int pending);
+void run_products(int pending);
+void give_way();
+void __syncthreads();
+void launch_threads(dim3 grid, dim3 block, bool together, void (*kernel)(const void*), const void* what);
+
+// Run `kernel` in every thread of every block, one block after the other or all of them together.
+template <typename Kernel>
+void launch(dim3 grid, dim3 block, bool together, const Kernel& kernel) {
+  launch_threads(
+      grid, block, together, [](const void* what) { (*static_cast<const Kernel*>(what))(); }, &kernel);
 }
-inline void resume_thread() {
-  if (_setjmp(scheduler)) return;
-  if (self->started) _longjmp(self->jump, 1);
-  self->started = true;
-  setcontext(&self->context);
+template <typename Run>
+void run_later(const Run& run) {
+  auto once = [](void* what) {
+    (*static_cast<Run*>(what))();
+    delete static_cast<Run*>(what);
+  };
+  self->products.push_back({self->product_groups, once, new Run(run)});
 }
 
-inline void meet(Barrier& barrier) {
-  const int generation = barrier.generation;
-  if (++barrier.arrived == barrier.size) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-  } else {
-    while (barrier.generation == generation) pause_thread();
-  }
-}
-inline void __syncthreads() { meet(block_barrier); }
 inline void __syncwarp() { meet(self->warp->barrier); }
 
 template <typename X>
@@ -167,8 +162,8 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t x) {
 inline int __reduce_min_sync(unsigned, int x) {  // of numbers that are not negative
   return reduced(x, [](uint32_t a, uint32_t b) { return min(a, b); });
 }
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
-inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
@@ -185,43 +180,39 @@ inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <typename X>
 X atomicAdd(X* to, X x) {
-  return std::atomic_ref(*to).fetch_add(x);
+  return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST);
 }
 template <typename X>
 X atomicMin(X* to, X x) {
-  return std::exchange(*to, min(*to, x));
+  const X before = *to;
+  *to = min(before, x);
+  return before;
 }
 template <typename X>
 X atomicMax(X* to, X x) {
-  return std::exchange(*to, max(*to, x));
+  const X before = *to;
+  *to = max(before, x);
+  return before;
 }
-inline unsigned atomicExch(unsigned* to, unsigned x) { return std::atomic_ref(*to).exchange(x); }
-inline long long clock64() {  // a slow one: what takes a card 100 ms may take this machine minutes
-  auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-}
+inline unsigned atomicExch(unsigned* to, unsigned x) { return __atomic_exchange_n(to, x, __ATOMIC_SEQ_CST); }
+long long clock64();  // a slow one: what takes a card 100 ms may take this machine minutes
 
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
 namespace headstart {
 inline void prefetch(const void*, unsigned) {}
 inline void add_release(unsigned long long* to, unsigned long long x) {
-  std::atomic_ref(*to).fetch_add(x, std::memory_order_release);
+  __atomic_fetch_add(to, x, __ATOMIC_RELEASE);
 }
 inline int thread_again() { return int(threadIdx.x); }
 inline void load_and_forget(const void*) {}
-inline void named_barrier(int number, int threads) {
-  if (number == 0) return __syncthreads();
-  if (named_barriers[number].arrived && named_barriers[number].size != threads) std::abort();  // undefined on a card
-  named_barriers[number].size = threads;
-  meet(named_barriers[number]);
-}
+void named_barrier(int number, int threads);
 template <typename X>
 X load_acquire(const X* from) {
-  std::this_thread::yield();
-  return std::atomic_ref(*const_cast<X*>(from)).load();
+  give_way();
+  return __atomic_load_n(from, __ATOMIC_SEQ_CST);
 }
 
 inline unsigned char* offset_address(void* pointer, int offset) {
@@ -243,11 +234,7 @@ void copy_bytes(void* to, const void* from) {
 inline void commit_copies() { ++self->groups; }
 template <int N>
 void wait_for_copies() {
-  std::erase_if(self->copies, [](const Copy& copy) {
-    if (copy.group >= self->groups - N) return false;
-    std::memcpy(copy.to, copy.from, copy.bytes);
-    return true;
-  });
+  land_copies(N);
 }
 
 inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xFFFF) | b << 16; }
@@ -345,53 +332,4 @@ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 }  // namespace headstart
 #include "warpgroup_on_cpu.h"
 
-// Run `kernel` in every thread of every block, one block after the other or all of them together.
-inline const std::function<void()>* running;
-inline void enter_thread() {
-  (*running)();
-  self->done = true;
-  _longjmp(scheduler, 1);
-}
-inline void run_block(dim3 index) {
-  constexpr int STACK = 1 << 18;
-  const int count = blockDim.x * blockDim.y * blockDim.z;
-  std::vector<Thread> threads(count);
-  std::vector<Warp> warps((count + 31) / 32);
-  blockIdx = index;
-  block_barrier = {count};
-  named_barriers.clear();
-  std::memset(shared_room, 0xFF, sizeof shared_room);  // no number in any type
-  for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
-  for (int t = 0; t < count; ++t) {
-    Thread& thread = threads[t];
-    thread.stack.reset(new char[STACK]);
-    thread.index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
-    thread.warp = &warps[t / 32], thread.lane = t % 32;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = STACK;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, enter_thread, 0);
-  }
-  for (bool busy = true; busy;) {
-    busy = false;
-    for (Thread& thread : threads)
-      if (!thread.done) {
-        busy = true;
-        self = &thread;
-        resume_thread();
-      }
-  }
-}
-inline void launch(dim3 grid, dim3 block, bool together, const std::function<void()>& kernel) {
-  running = &kernel, gridDim = grid, blockDim = block;
-  std::vector<std::thread> blocks;
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x)
-        if (together)
-          blocks.emplace_back(run_block, dim3{x, y, z});
-        else
-          run_block({x, y, z});
-  for (std::thread& each : blocks) each.join();
-}
+#endif

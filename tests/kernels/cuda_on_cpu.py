@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,6 +32,13 @@ NAMES = {
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
 }
+
+
+@cache
+def load_threads() -> None:
+    """Load what kernels call to run their threads, for them to find."""
+    made = library(HEADER.with_suffix(".cpp").read_text(), HEADER, *FLAGS)
+    ctypes.CDLL(made._name, ctypes.RTLD_GLOBAL)
 
 
 class StepsOnCpu(CudaSteps, CpuBackend):
@@ -97,8 +105,8 @@ def cuda_kernel(
         ]
         text = "\n".join(
             [
+                '#include "cuda_on_cpu.h"',  # first: after a definition g++ would not take the precompiled one
                 f"#define SHARED_ALIGNMENT {alignment}",
-                '#include "cuda_on_cpu.h"',
                 header,
                 'extern "C" void run(void** pointers, const Shape* shapes, const int* grid) {',
                 *constants,
@@ -118,6 +126,7 @@ def cuda_kernel(
         shapes = np.array([[*array.shape, *[0] * (10 - array.ndim)] for array in arrays], np.int32)
         blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
         launch = np.array([*blocks, *threadgroup], np.int32)
+        load_threads()
         library(text, HEADER, *FLAGS).run(
             pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data)
         )

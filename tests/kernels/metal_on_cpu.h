@@ -1,23 +1,15 @@
 // As much of Metal as our kernels use, on the CPU, over the fibers of cuda_on_cpu.h: a threadgroup is a block, a
-// simdgroup a warp. clang gives address spaces to pointers, so that a missing or wrong qualifier is an error.
+// simdgroup a warp. Address spaces mean nothing here: `metal_as_opencl.h` has them.
 
 #ifndef METAL_ON_CPU
 #define METAL_ON_CPU
 #include "cuda_on_cpu.h"
 
-#ifdef __clang__
-#define device __attribute__((address_space(1)))
-#define constant __attribute__((address_space(2)))
-#define threadgroup __attribute__((address_space(3)))
-using bfloat16_t = float;  // nothing is run: a class would need members for every address space
-using float16_t = float;
-#else
 #define device
 #define constant
 #define threadgroup
 using bfloat16_t = __nv_bfloat16;
 using float16_t = __half;
-#endif
 #define thread
 
 using uint = uint32_t;
@@ -41,8 +33,8 @@ X simd_shuffle_xor(X x, ushort mask) {
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 inline float abs(float x) { return std::fabs(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
-inline int max(int a, int b) { return std::max(a, b); }
-inline int min(int a, int b) { return std::min(a, b); }
+inline int max(int a, int b) { return ::max(a, b); }
+inline int min(int a, int b) { return ::min(a, b); }
 namespace precise {
 inline float sqrt(float x) { return std::sqrt(x); }
 inline float exp(float x) { return std::exp(x); }

@@ -1,5 +1,6 @@
 """Our Metal kernels on the CPU: `metal_kernel` stands in for `mx.fast.metal_kernel`, builds the same source with g++
-and runs it. Where there is a clang, it checks the source with address spaces first.
+and runs it when its outputs are computed. Address spaces and what Metal lacks are checked on the text that MLX itself
+makes: `metal_as_opencl.py`.
 
 The signature is put together as mlx/backend/common/metal_kernel.cpp does it: arrays of fewer than 8 elements are in
 the `constant` address space, and only what the source names is declared.
@@ -7,17 +8,14 @@ the `constant` address space, and only what the source names is declared.
 
 import ctypes
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
+from cuda_on_cpu import load_threads
+from launches import launch
 
-from compiled import library, precompiled
+from compiled import library
 
 HEADER = Path(__file__).with_name("metal_on_cpu.h")
 NAMES = {
@@ -30,9 +28,6 @@ NAMES = {
 MOST_CONSTANT = 7  # elements
 MOST_BUFFERS, MOST_THREADS = 31, 1024  # Metal's limits
 FLAGS = ["-std=c++20", "-O0", "-ffp-contract=off", "-march=native", "-fPIC"]
-# What Metal does not have.
-FORBIDDEN = ["-Werror=vla-extension", "-Werror=vla", "-Werror=double-promotion", "-fno-exceptions", "-fno-rtti"]
-CHECK = ["-std=c++20", "-D_Float16=float", *FORBIDDEN]
 
 
 def metal_kernel(
@@ -95,33 +90,12 @@ def metal_kernel(
                 f"{source}\n}});\n}}",
             ]
         )
-        check(text)
         buffers = sum(f"{key}{part}" in source for key in input_names for part in ("", "_shape", "_ndim"))
         assert buffers + len(output_names) <= MOST_BUFFERS
         assert threadgroup[0] * threadgroup[1] * threadgroup[2] <= MOST_THREADS
-        arrays = [np.array(a.view(mx.uint16) if a.itemsize == 2 else a, order="C") for a in inputs]
-        for shape, dtype in zip(output_shapes, output_dtypes, strict=True):  # poisoned: what is not written shows
-            arrays.append(
-                np.full(shape, 0x7FFF, np.uint16) if dtype.size == 2 else np.full(shape, np.nan, np.float32)
-            )
-        pointers = (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
-        shapes = np.array([[*array.shape, *[0] * (10 - array.ndim)] for array in arrays], np.int32)
         blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
-        launch = np.array([*blocks, *threadgroup, grid[0]], np.int32)
-        library(text, HEADER, *FLAGS).run(
-            pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data)
-        )
-        outputs = zip(arrays[len(inputs) :], output_dtypes, strict=True)
-        return [mx.array(array).view(dtype) for array, dtype in outputs]
+        load_threads()
+        run = ctypes.cast(library(text, HEADER, *FLAGS).run, ctypes.c_void_p).value
+        return launch(inputs, output_shapes, output_dtypes, run, [*blocks, *threadgroup, grid[0]])
 
     return call
-
-
-@cache
-def check(text: str) -> None:
-    """Compile with clang, where there is one, without what Metal does not have."""
-    if shutil.which("clang++") is None or sys.platform == "darwin":
-        return
-    header = ["-include-pch", str(precompiled("clang++", HEADER, *CHECK) / f"{HEADER.name}.gch")]
-    command = ["clang++", "-x", "c++", *CHECK, *header, f"-I{HEADER.parent}", "-fsyntax-only", "-"]
-    subprocess.run(command, input=text, text=True, check=True)

@@ -45,11 +45,14 @@ void products_of(int bits, int group, Number scale, bool gated) {
   const long rows = 11, K = bits ? 416 : 390, N = 37;
   const auto x = numbers<T>(rows * K), w = numbers<T>(2 * N * K, 0.1f);
   std::vector<uint32_t> codes(2 * N * K * (bits ? bits : 1) / 32 + 1);
-  for (uint32_t& word : codes) word = next();
+  for (uint32_t& word : codes) word = next() & (scales_floats(scale) && bits == 8 ? 0xf7f7f7f7 : 0xffffffff);
   const auto scales = numbers<float>(2 * N * K / 32), biases = numbers<float>(2 * N * K / 32);
   const auto narrow_scales = numbers<bfloat>(2 * N * K / 32), narrow_biases = numbers<bfloat>(2 * N * K / 32);
   std::vector<half> halves(2 * N * K / 32);
   for (half& each : halves) each.bits = next() & 0xbbff;  // every float16 below one, of both signs, and subnormal ones
+  std::vector<uint8_t> bytes(2 * N * K / 16);  // no infinite ones
+  for (uint8_t& each : bytes) each = scale == Number::E8M0 ? 110 + (next() >> 28) : next() >> 24 & 0xf7;
+  const float factors[] = {0.37f};
   Matrix matrices[2];
   for (int i = 0; i < 2; ++i) {
     const long at = i * N * K;
@@ -60,6 +63,8 @@ void products_of(int bits, int group, Number scale, bool gated) {
     matrices[i].scales = wide ? (const void*)(scales.data() + at / group) : narrow_scales.data() + at / group;
     matrices[i].biases = wide ? (const void*)(biases.data() + at / group) : narrow_biases.data() + at / group;
     if (scale == Number::HALF) matrices[i].scales = matrices[i].biases = halves.data() + at / group;
+    if (scales_floats(scale)) matrices[i].scales = bytes.data() + at / group;
+    if (scales_floats(scale)) matrices[i].biases = group == 16 ? factors : nullptr;
   }
   std::vector<T> out[2] = {std::vector<T>(rows * N), std::vector<T>(rows * N)};
   void* to[2] = {out[0].data(), out[1].data()};
@@ -95,7 +100,9 @@ template <typename T>
 void everything() {
   products_of<T>(0, 0, Number::BFLOAT, false);
   products_of<T>(0, 0, Number::BFLOAT, true);
-  for (int bits : {2, 3, 4, 5, 6, 8})
+  products_of<T>(4, 32, Number::E8M0, false), products_of<T>(8, 32, Number::E8M0, false);
+  products_of<T>(4, 16, Number::E4M3, false), products_of<T>(4, 16, Number::E4M3, true);
+  for (int bits : {1, 2, 3, 4, 5, 6, 8})
     for (Number scale : {Number::BFLOAT, Number::FLOAT, Number::HALF}) products_of<T>(bits, 32, scale, false);
 
   const long rows = 9, E = 20, top = 4, D = 70;

@@ -165,6 +165,7 @@ def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
             assert all(mx.array_equal(one, all_[row : row + 1, :, w : w + 1]) for one, all_ in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [None, False])
 def test_a_block_drafter_drafts_what_it_does_with_stock_ops(causal: bool | None, tmp_path: Path) -> None:
     kinds, target = ("full_attention", "sliding_attention"), write(tmp_path / "target")

@@ -190,6 +190,7 @@ def test_a_query_is_the_same_alone_and_in_a_window(name: str, dtype: str) -> Non
             assert mx.array_equal(few, found[row : row + 1, w:end]), (row, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_cpus_compute_the_same_bits(name: str, dtype: str) -> None:

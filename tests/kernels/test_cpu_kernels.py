@@ -51,7 +51,7 @@ def multiply(
 ) -> list[mx.array]:
     """Products with layers given as their arrays: weights, or codes, scales and biases."""
     made: list[mx.array] = module.products(
-        x, [(arrays[0], *(arrays[1:] or (None, None)), bits, group, None) for arrays in layers], **options
+        x, [(arrays[0], *(arrays[1:] or (None, None)), bits, group, None, None) for arrays in layers], **options
     )
     return made
 
@@ -273,7 +273,7 @@ def in_float16(bits: int, group: int, *shape: int) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_scales_in_float16_are_multiplied_as_they_are(bits: int, dtype: str) -> None:
     x, (codes, *others) = normal(1, 5, 288, dtype=dtype), in_float16(bits, 32, 43, 288)
     narrow = multiply(native(), x, [[codes, *others]], bits, 32)
@@ -315,15 +315,15 @@ def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None
     """Experts that return their own number show which were chosen: routers alone are not a function in Python."""
     E, H, top = 6, 32, 2
     say = mx.zeros((E, H, H))
-    identity = (mx.eye(H), None, None, 0, 0, None)
-    zero, one = (mx.zeros((H, H)), None, None, 0, 0, None), (mx.zeros((1, H)), None, None, 0, 0, None)
+    identity = (mx.eye(H), None, None, 0, 0, None, None)
+    zero, one = (mx.zeros((H, H)), None, None, 0, 0, None, None), (mx.zeros((1, H)), None, None, 0, 0, None, None)
     up = mx.broadcast_to(mx.eye(H), (E, H, H)) * mx.arange(1, E + 1).reshape(E, 1, 1)
     gate = say + mx.eye(H) * 30  # silu(30) is 30
     down = mx.broadcast_to(mx.eye(H), (E, H, H)) / 30
-    experts = [(mx.contiguous(a), None, None, 0, 0, None) for a in (gate, up, down)]
+    experts = [(mx.contiguous(a), None, None, 0, 0, None, None) for a in (gate, up, down)]
     x = mx.ones((1, 1, H))
     for logits, expected in (([1, 1, 1, 1, 1, 1], (1 + 2) / 2), ([0, 0, 5, 0, 5, 0], (3 + 5) / 2)):
-        router = (mx.broadcast_to(mx.array(logits, mx.float32)[:, None] / H, (E, H)), None, None, 0, 0, None)
+        router = (mx.broadcast_to(mx.array(logits, mx.float32)[:, None] / H, (E, H)), None, None, 0, 0, None, None)
         (made,) = native().mixture(x, [router, one], [zero, zero, identity], experts, top, True)
         np.testing.assert_allclose(np.array(made), expected, rtol=1e-4)
 
@@ -378,15 +378,18 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     x = normal(1, 11, 390, dtype=dtype)
     weights = [[normal(n, n, 390, dtype=dtype, scale=0.05)] for n in (8, 130, 37)]
     made = [*multiply(module, x, weights), *multiply(module, x, [weights[1], weights[1]], gated=True)]
-    for bits in (2, 3, 4, 5, 6, 8):
+    for mode, bits, group in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)):
+        codes = mx.quantize(normal(bits, 21, 352), group, bits, mode=mode)
+        made += multiply(module, x[:, :352], [[*codes, None]], bits, group, wide=True)
+    for bits in (1, 2, 3, 4, 5, 6, 8):
         made += multiply(module, x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
         made += multiply(module, x[:, :352], [in_float16(bits, 32, 21, 352)], bits, 32, wide=True)
     made += module.norm(x, normal(2, 390), 1e-6, x * x)
-    gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP)
+    gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None, None) for n, shape in MLP)
     residual = (normal(9, 11, 390, dtype=dtype), normal(10, 390), 1e-6)
     made += module.mlp(x, [gate, up, down], residual)
-    router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0, None) for n in (6, 1))
-    experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP]
+    router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0, None, None) for n in (6, 1))
+    experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None, None) for n, shape in MLP]
     made += module.mixture(x, [router, one], [gate, up, down], experts, 3, True, residual)
     layer, accepted = net(dtype), mx.array([2, 0], mx.int32)
     small = [layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight]
@@ -407,6 +410,7 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     return [*made, out, *(mx.where(mx.isnan(a), 0, a) for a in (keys, values))]
 
 
+@pytest.mark.slow  # three minutes of the compiler; test_cpu_portability.py has the lanes they consist of
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_cpus_compute_the_same_bits(name: str, dtype: str) -> None:
@@ -427,7 +431,7 @@ loader = importlib.machinery.ExtensionFileLoader("headstart_cpu", sys.argv[1])
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
 loader.exec_module(module)  # as `load` does, without the seconds that it takes to import mlx-lm
 x, w = mx.arange(3 * 200).reshape(3, 200) / 7.0, mx.arange(900 * 200).reshape(900, 200) / 3e5
-one = module.products(x, [(w, None, None, 0, 0, None)])[0].tolist()
+one = module.products(x, [(w, None, None, 0, 0, None, None)])[0].tolist()
 def attend():
     q, k, v = (mx.random.normal((1, 4, n * 32), key=mx.random.key(n)) for n in (8, 2, 2))
     keys, values = (mx.random.normal((1, 2, 1600, 32), key=mx.random.key(n)) for n in (3, 4))
@@ -438,7 +442,7 @@ alone = attend()
 module.set_threads(3)
 assert module.threads() == 3
 for _ in range(200):
-    assert module.products(x, [(w, None, None, 0, 0, None)])[0].tolist() == one
+    assert module.products(x, [(w, None, None, 0, 0, None, None)])[0].tolist() == one
 assert attend() == alone
 """
     subprocess.run([sys.executable, "-c", code, str(build.extension())], check=True, timeout=600)
@@ -448,3 +452,32 @@ def test_operations_work_inside_a_compiled_function() -> None:
     x, w = normal(1, 3, 64), normal(2, 16, 64)
     compiled = mx.compile(lambda x: multiply(native(), mx.exp(x), [[w]])[0] + 1)
     np.testing.assert_array_equal(np.array(compiled(x)), np.array(multiply(native(), mx.exp(x), [[w]])[0] + 1))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_add_to_the_rows_of_their_sequences_alone(experts: bool) -> None:
+    B, W, K, N, E, ranks = 4, 3, 96, 40, 5, (3, 8)
+    x, index = normal(1, B, W, K), mx.random.randint(0, E, (B, W, 2), key=mx.random.key(2)).astype(mx.uint32)
+    weight = normal(3, E, N, K) if experts else normal(3, N, K)
+    count = E if experts else 1
+    down, up = normal(4, 2, count, max(ranks), K), normal(5, 2, count, max(ranks), N)
+    down, up = (mx.where(mx.arange(8)[:, None] < mx.array(ranks)[:, None, None, None], a, 0) for a in (down, up))
+    flat = down.reshape(-1, 8, K), up.reshape(-1, 8, N)
+
+    def products(slots: list[int] | None, rows: slice = slice(None)) -> mx.array:
+        added = None if slots is None else (*flat, mx.array(slots, mx.int32), ranks)
+        given = {"experts": index[rows]} if experts else {}
+        made: mx.array = native().products(x[rows], [(weight, None, None, 0, 0, None, added)], **given)[0]
+        return made
+
+    base, slots = products(None), [1, -1, 0, 1]
+    found = products(slots)
+    for b, slot in enumerate(slots):
+        assert mx.array_equal(found[b : b + 1], products([slot], slice(b, b + 1)))
+        if slot < 0:
+            assert mx.array_equal(found[b], base[b])
+            continue
+        which = index[b] if experts else mx.zeros((W, 1), mx.uint32)
+        low = (x[b][:, None, None, :] @ down[slot][which].swapaxes(-1, -2)) @ up[slot][which]
+        expected = low.squeeze(-2) if experts else low.squeeze((-3, -2))
+        assert mx.abs(found[b] - base[b] - expected).max() < 1e-4 * mx.abs(expected).max()

@@ -72,7 +72,7 @@ def rounds(
 @pytest.mark.parametrize(
     ("family", "bits", "rows", "widths", "changed"),
     [
-        ("dense", 4, 1, [2, 2, 1], {}),
+        pytest.param("dense", 4, 1, [2, 2, 1], {}, marks=pytest.mark.slow),
         ("moe", 4, 2, [2, 2], {}),
         pytest.param("dense", 4, 2, [2, 1, 3, 2], {}, marks=pytest.mark.slow),
         pytest.param("dense", None, 4, [2, 3, 1], {}, marks=pytest.mark.slow),
@@ -114,7 +114,7 @@ def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
 def test_drafts_that_a_layer_in_one_launch_left_are_read_by_its_kernels_and_the_other_way(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, widths, launched = model("dense", 4), [2, 3, 3, 3], []
+    net, widths, launched = model("moe", 4), [2, 3, 3, 3], []
 
     def take_turns(number: int) -> None:
         monkeypatch.setattr(net.backend.persistent, "refusal", "this test" if number % 2 == first else None)

@@ -8,12 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from launches import address
 
 from headstart.kernels import Backend
 from headstart.kernels.layers import Attention
 from headstart.kernels.metal import attention, device, experts, products
-from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
-from headstart.kernels.metal.products import SLICES
+from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend, metal_attend_into
+from headstart.kernels.metal.norm import metal_norm
+from headstart.kernels.metal.products import SLICES, metal_products
 from headstart.kernels.types import HeadNorms
 from headstart.kernels.weights import MatrixWeights
 from headstart.state import KV
@@ -42,8 +44,10 @@ def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> MatrixWeights:
-    weight = 0.1 * normal(*shape, seed=sum(shape), dtype=mx.float32)
+def random_weights(
+    shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0
+) -> MatrixWeights:
+    weight = 0.1 * normal(*shape, seed=sum(shape) + seed, dtype=mx.float32)
     if bits == 16:
         return MatrixWeights(weight.astype(dtype))
     codes, scales, biases = mx.quantize(weight, group, bits)
@@ -170,3 +174,77 @@ def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
             more = [mx.where(beyond, mx.nan, a).astype(dtype) for a in more]
             alone = metal_attend(queries[own, :, last], gates[own, last], *more, first, scale, reach)
             assert mx.array_equal(alone, found[own, last]), (row, count)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width"),
+    [(4, 2, 32, 5), pytest.param(6, 1, 64, 16, marks=SLOW), pytest.param(2, 2, 256, 1, marks=SLOW)],
+)
+def test_a_window_written_in_place_gives_the_bits_of_separate_kernels(
+    heads: int, kv_heads: int, dim: int, width: int
+) -> None:
+    B, S, scale = 3, 96, dim**-0.5
+    layer, offset = Heads(heads, kv_heads, dim, dim // 2), mx.array([0, 30, 75], mx.int32)
+    start = offset + mx.array([0, -4, 9], mx.int32)  # images take up fewer positions
+    layer.q_norm.weight = mx.random.uniform(0.5, 1.5, (dim,))
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, 1e-6)
+    both, keys, values = (normal(B, width, n * dim, seed=i) for i, n in enumerate((2 * heads, kv_heads, kv_heads)))
+    cache = [normal(B, kv_heads, S, dim, seed=seed) for seed in (5, 6)]
+    made = metal_arrange(both, keys, values, norms, layer.rope, start)
+    places = (offset[:, None] + mx.arange(width))[:, None, :, None]
+    expected = [mx.put_along_axis(a, places, new, axis=2) for a, new in zip(cache, made[1:], strict=True)]
+    out = metal_attend(made.queries, both, *expected, offset, scale, S)
+    order = mx.arange(8.0)
+    mx.eval(cache, expected, out, order)
+    held = [address(a) for a in cache]
+    given = both, keys, values, norms, layer.rope, tuple(cache), offset, start, scale, S, order
+    found, after = metal_attend_into(*given)
+    assert mx.array_equal(found, out)
+    assert mx.array_equal(after, order)
+    assert [address(a) for a in cache] == held
+    assert all(mx.array_equal(a, b) for a, b in zip(cache, expected, strict=True))
+    again, _ = metal_attend_into(*given)
+    assert mx.array_equal(again, out), "what this window wrote is not read"
+
+
+@pytest.mark.parametrize(
+    ("bits", "slices"),
+    [(4, SPLIT), (16, COLUMNS), pytest.param(8, COLUMNS, marks=SLOW), pytest.param(16, SPLIT, marks=SLOW)],
+)
+def test_a_gated_product_is_right_and_a_row_has_the_same_bits_in_any_number(bits: int, slices: int) -> None:
+    gate = random_weights((14, K), bits, 64)
+    up = random_weights((14, K), bits, 64, seed=1)
+    x = normal(7, 1, K, seed=3)
+    (found,) = metal_products(x, [gate, up], slices, gated=True)
+    first, second = (exact(x) @ dequantised(each).T for each in (gate, up))
+    assert error(found, first / (1 + np.exp(-first)) * second) < 3 * rounding(mx.bfloat16)
+    for count in (1, 2, 4, 5):
+        (alone,) = metal_products(x[7 - count :], [gate, up], slices, gated=True)
+        assert mx.array_equal(alone, found[7 - count :])
+
+
+@pytest.mark.parametrize(
+    ("bits", "slices", "dtype"),
+    [
+        (4, SPLIT, mx.bfloat16),
+        (16, COLUMNS, mx.float16),
+        pytest.param(8, COLUMNS, mx.bfloat16, marks=SLOW),
+        pytest.param(16, SPLIT, mx.bfloat16, marks=SLOW),
+    ],
+)
+def test_norm_and_sum_within_a_product_have_the_bits_of_separate_kernels(
+    bits: int, slices: int, dtype: mx.Dtype
+) -> None:
+    first, second = (random_weights((10 + i, K), bits, 64, dtype, seed=i) for i in (0, 1))
+    norm, x = 1 + normal(K, seed=5, dtype=mx.float32) / 8, normal(7, 1, K, seed=3, dtype=dtype)
+    (normed,) = metal_norm(x, None, norm, 1e-6)
+    apart = metal_products(normed, [first, second], slices)
+    together = metal_products(x, [first, second], slices, norm=(norm, 1e-6))
+    assert all(mx.array_equal(a, b) for a, b in zip(together, apart, strict=True))
+    (gated,) = metal_products(x, [first, first], slices, gated=True, norm=(norm, 1e-6))
+    assert mx.array_equal(gated, metal_products(normed, [first, first], slices, gated=True)[0])
+    residual = normal(7, 1, 10, seed=6, dtype=dtype)
+    (added,) = metal_products(x, [first], slices, residual=residual)
+    assert mx.array_equal(added, residual + metal_products(x, [first], slices)[0])
+    (alone,) = metal_products(x[5:6], [first], slices, residual=residual[5:6])
+    assert mx.array_equal(alone, added[5:6])

@@ -1,4 +1,4 @@
-"""The Metal sources use nothing that Metal does not have, and that g++ and clang would let pass."""
+"""The Metal sources use nothing that Metal does not have, and that compilers for CPUs would let pass."""
 
 import re
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def test_no_function_calls_itself(name: str) -> None:
 
 
 def test_pointers_have_address_spaces() -> None:
-    """clang checks this too, where there is one."""
+    """test_metal_language.py checks this too, where there is a clang."""
     for name, text in TEXTS.items():
         for pointer in re.findall(r"[^\n(,;]*\b(?:float|T|uint|N|Out)\*", text):
             assert re.search(r"\b(device|threadgroup|thread|constant)\b", pointer), f"{name}: {pointer.strip()}"

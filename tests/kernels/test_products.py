@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from backends import NAMES, ROUNDING, SLOW, choose_kernels, error, exact, linear, normal, weights_of
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from headstart.kernels import Backend
 from headstart.kernels.cuda import backend as cuda
@@ -17,7 +18,7 @@ from headstart.kernels.cuda.products import product_refusal
 from headstart.kernels.metal import backend as metal
 from headstart.kernels.metal.products import metal_refusal
 from headstart.kernels.products import stock_product
-from headstart.kernels.weights import MatrixWeights
+from headstart.kernels.weights import NVFP4_MOST, MatrixWeights, scaled_layer
 
 K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
 LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice; more than a chunk on CPUs
@@ -30,7 +31,7 @@ def cases() -> Iterator[Any]:
     yield from (("reference", bits, group, 33, K, "float32") for bits, group in ((16, 1), (4, 64), (8, 32)))
     sizes = [(1024, K), (37, 100), (8, 64), (3, 31), (5, 1), (70, 2688)]
     yield from (("cpu", 16, 1, *size, dtype) for size in sizes for dtype in both)
-    formats = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+    formats = [(bits, group) for bits in (1, 2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
     yield from (("cpu", *each, 70, K, dtype) for each in formats for dtype in both)
     yield from (("cpu", bits, 64, 70, 2688, "float32") for bits in (3, 4))
     fast = [
@@ -92,10 +93,76 @@ def test_a_product_is_that_of_float64_and_a_row_the_same_among_any_number(
         assert mx.array_equal(backend.product(x[most - rows :], layer), found[most - rows :]), rows
 
 
-@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("backend", NAMES, indirect=True)
+FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("mode", FLOATS)
+def test_codes_of_floats_are_multiplied_and_a_row_is_the_same_among_any_number(
+    backend: Backend, mode: str, dtype: mx.Dtype
+) -> None:
+    bits, group = FLOATS[mode]
+    for outputs, inputs in ((70, K), (5, 32), (33, 96), (6, 2688)):
+        layer = linear(outputs, inputs, bits, group, str(dtype).removeprefix("mlx.core."), mode)
+        x = normal(40, inputs, seed=1, dtype=dtype)
+        found = backend.product(x, layer)
+        assert not mx.array_equal(found, stock_product(x, layer))  # it is not MLX's
+        assert error(found, exact(x) @ weights_of(layer).T) < 2 * ROUNDING[dtype]
+        for rows in (1, 2, 3, 4, 7, 16, 17):
+            assert mx.array_equal(backend.product(x[40 - rows :], layer), found[40 - rows :]), rows
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+@pytest.mark.parametrize("mode", FLOATS)
+def test_every_code_and_every_scale_is_what_mlx_takes_it_for(backend: Backend, mode: str) -> None:
+    """256 codes by 254 scales; those that are no numbers are left out."""
+    bits, group = FLOATS[mode]
+    layer = linear(256, 256, bits, group, "float32", mode)
+    codes = np.arange(256, dtype=np.uint8)
+    if mode == "mxfp8":
+        codes[[0x7F, 0xFF]] = 0
+    scales = np.arange(256, dtype=np.uint8)
+    scales[[255, 127] if mode == "nvfp4" else [255]] = 1
+    layer.weight = mx.array(np.tile(codes, (256, bits // 4))[:, : 256 * bits // 8].copy().view(np.uint32))
+    layer.scales = mx.array(np.repeat(scales[:, None], 256 // group, axis=1))
+    found, expected = (
+        backend.product(mx.eye(256), layer).T,
+        mx.dequantize(layer.weight, layer.scales, None, group, bits, mode, dtype=mx.float32),
+    )
+    normal_numbers = mx.abs(expected) >= 2.0**-126  # what is less is rounded in either's own way
+    assert mx.array_equal(mx.where(normal_numbers, found, 0), mx.where(normal_numbers, expected, 0))
+    assert normal_numbers.sum() > 0.9 * (expected != 0).sum()
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+@pytest.mark.parametrize("experts", [0, 5])
+def test_a_matrix_in_nvfp4_has_a_scale_of_its_own(backend: Backend, experts: int) -> None:
+    plain = (
+        QuantizedSwitchLinear(96, 40, experts, False, 16, 4, "nvfp4")
+        if experts
+        else linear(40, 96, 4, 16, mode="nvfp4")
+    )
+    layer = scaled_layer(plain)
+    layer.weight, layer.scales = plain.weight, plain.scales
+    layer.global_scale = NVFP4_MOST * (0.3 + mx.arange(max(experts, 1))).reshape(plain.weight.shape[:-2])
+    x, indices = (
+        normal(6, 96, seed=1, dtype=mx.float32),
+        mx.array([[0, 2], [4, 1], [3, 3], [0, 1], [1, 0], [2, 4]], mx.uint32),
+    )
+    if experts:
+        (found,) = backend.expert_products(x, indices, None, False, [layer])
+        expected = layer(x[:, None, None, :], indices).squeeze(-2)
+    else:
+        found, expected = backend.product(x, layer), layer(x)
+    assert not mx.array_equal(found, expected)  # it is not MLX's
+    assert error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("mode", FLOATS)
+@pytest.mark.parametrize("backend", [name for name in NAMES if name != "cpu"], indirect=True)
 def test_other_formats_are_multiplied_by_mlx(backend: Backend, mode: str) -> None:
-    group, bits = (16 if mode == "nvfp4" else 32), (8 if mode == "mxfp8" else 4)
+    bits, group = FLOATS[mode]
     layer, x = linear(40, 128, bits, group, "float32", mode), normal(3, 128, seed=1, dtype=mx.float32)
     choose_kernels(backend, mx.float32, ["product"], layer, fit=False)
     assert mx.array_equal(backend.product(x, layer), stock_product(x, layer))

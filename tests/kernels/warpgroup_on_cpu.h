@@ -9,13 +9,7 @@ void hold(X&) {}
 inline void commit_products() { ++self->product_groups; }
 template <int N>
 void wait_for_products() {
-  std::vector<Product> due;
-  std::erase_if(self->products, [&](const Product& product) {
-    if (product.group >= self->product_groups - N) return false;
-    due.push_back(product);
-    return true;
-  });
-  for (const Product& product : due) product.run();
+  run_products(N);
 }
 inline unsigned long long describe_panel(const void* begin, int next = 0) {
   const auto place = static_cast<unsigned long long>(static_cast<const unsigned char*>(begin) - shared_room);
@@ -36,7 +30,7 @@ double tile_element(unsigned long long described, int across, int k, bool side_b
 template <typename T>
 void multiply_panels(float (&c)[8][4], unsigned long long a, unsigned long long b, bool adds) {
   const int row0 = threadIdx.x / 32 % 4 * 16 + self->lane / 4, column0 = 2 * (self->lane % 4);
-  self->products.push_back({self->product_groups, [=, &c] {
+  run_later([=, &c] {
     for (int j = 0; j < 8; ++j)
       for (int e = 0; e < 4; ++e) {
         float sum = adds ? c[j][e] : 0.0f;
@@ -45,11 +39,11 @@ void multiply_panels(float (&c)[8][4], unsigned long long a, unsigned long long 
                       tile_element<T>(b, 8 * j + column0 + e % 2, k, false) + sum);
         c[j][e] = sum;
       }
-  }});
+  });
 }
 template <typename T, bool SIDE_BY_SIDE, int N>
 void multiply_later(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
-  self->products.push_back({self->product_groups, [=, &c, &a] {
+  run_later([=, &c, &a] {
     Warp& warp = *self->warp;
     for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
     __syncwarp();
@@ -64,7 +58,7 @@ void multiply_later(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long
           c[j][e] = float(left[e / 2][k] * right + c[j][e]);
         }
     __syncwarp();
-  }});
+  });
 }
 template <typename T, int N>
 void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {

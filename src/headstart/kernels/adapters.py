@@ -1,9 +1,9 @@
 """LoRA adapters of linear layers and experts, chosen for every sequence of a batch.
 
 A layer's module holds its adapters under `ADAPTERS`, a name that is no parameter. Its product stays the base model's;
-what an adapter adds is a product of its own for every row, so that neither depends on the other rows. Kernels that
-fuse several layers do not know adapters: a layer that has any never uses them, whether or not a sequence does, so
-that sequences without an adapter get the same bits beside others as alone.
+what an adapter adds is a product of its own for every row, so that neither depends on the other rows. The kernels of
+CPUs add it themselves. Where kernels fuse several layers without knowing adapters, a layer that has any never uses
+them, whether or not a sequence does, so that sequences without an adapter get the same bits beside others as alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 ADAPTERS = "_adapters"
+LowRank = tuple[mx.array, mx.array, mx.array, tuple[int, ...]]  # of a layer, with the slots [B] of sequences
 RowProducts = Callable[[mx.array, mx.array, mx.array], mx.array]  # see `Products.row_products`
 
 
@@ -30,7 +31,8 @@ class LayerAdapters:
 
     slots: tuple[int, ...]  # of every adapter in the arrays below; -1 if it does not change this layer
     down: mx.array  # [slots, R, K], or [slots · experts, R, K]
-    up: mx.array  # [slots, N, R], or [slots · experts, N, R]; times the adapter's scale
+    up: mx.array  # [slots, R, N], or [slots · experts, R, N]; times the adapter's scale
+    ranks: tuple[int, ...]  # of the slots; zeros fill up the others than the largest
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LayerAdapters":
         return self
@@ -47,11 +49,11 @@ class LayerAdapters:
 
         With `experts` [B, W, E] of each row `made` is [B, W, E, N], and x may be [B, W, E, K].
         """
-        used, without = chosen.slots(self.slots)
+        used, without = chosen.slots_and_rest(self.slots)
         index = mx.broadcast_to(used, (*x.shape[:2], 1))
         if experts is not None:
             index = used * (self.down.shape[0] // (max(self.slots) + 1)) + experts
-        added = row_products(row_products(x, index, self.down), index, self.up).astype(made.dtype)
+        added = row_products(row_products(x, index, self.down), index, self.up.swapaxes(-1, -2)).astype(made.dtype)
         if experts is None:
             added = added.squeeze(-2)
         if without is None:
@@ -65,16 +67,28 @@ class ChosenAdapters:
     def __init__(self, indices: mx.array, mixed: bool):
         """Take the adapters of sequences [B], -1 for none; `mixed`: some sequences have none."""
         self._indices, self._mixed = indices, mixed
-        self._known: dict[tuple[int, ...], tuple[mx.array, mx.array | None]] = {}  # most layers have the same places
+        self._slots: dict[tuple[int, ...], mx.array] = {}  # most layers have the same places
         self.applied: set[int] = set()  # ids of the LayerAdapters that were added
 
-    def slots(self, places: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
+    def slots(self, places: tuple[int, ...]) -> mx.array:
+        """Return each sequence's slot [B], -1 where it has none."""
+        if places not in self._slots:
+            self._slots[places] = mx.array([*places, -1], mx.int32)[self._indices]  # the last is that of -1
+        return self._slots[places]
+
+    def slots_and_rest(self, places: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
         """Return each sequence's slot [B, 1, 1], 0 where it has none, and which have none; None if all have one."""
-        if places not in self._known:
-            slots = mx.array([*places, -1], mx.int32)[self._indices].reshape(-1, 1, 1)  # the last is that of -1
-            without = slots < 0 if self._mixed or min(places) < 0 else None
-            self._known[places] = mx.maximum(slots, 0).astype(mx.uint32), without
-        return self._known[places]
+        slots = self.slots(places).reshape(-1, 1, 1)
+        without = slots < 0 if self._mixed or min(places) < 0 else None
+        return mx.maximum(slots, 0).astype(mx.uint32), without
+
+    def low_rank(self, layer: nn.Module) -> LowRank | None:
+        """Return what a kernel adds to the products of a layer, None if no adapter changes it."""
+        held: LayerAdapters | None = layer.get(ADAPTERS)
+        if held is None:
+            return None
+        self.applied.add(id(held))
+        return held.down, held.up, self.slots(held.slots), held.ranks
 
     def add(
         self,

@@ -1,14 +1,16 @@
 """Attention layers over keys and values of rows of different lengths, by MLX's own operations."""
 
 from functools import partial
+from typing import Literal
 
 import mlx.core as mx
 
 from ..state import KV
 from ..state.kv import TokenPositions
 from .experts import FeedForwards
-from .layers import Attention, LatentAttention, Pass, Residual, at_last
-from .types import ArrangedHeads
+from .layers import Attention, LatentAttention, Pass, Residual, SelectedAttention
+from .selection import block_means, relu_scores, select_best, select_tokens
+from .types import ArrangedHeads, at_last
 
 
 def rotate_at(rope: object, positions: TokenPositions, x: mx.array) -> mx.array:
@@ -25,6 +27,15 @@ def rotate_at(rope: object, positions: TokenPositions, x: mx.array) -> mx.array:
     return turned.reshape(B, W, H, D).transpose(0, 2, 1, 3)
 
 
+def rotate_by(x: mx.array, ids: mx.array, base: float, axes: tuple[int, ...]) -> mx.array:
+    """Return x [..., D] in float32, rotated by the positions `ids` [..., 3]: half of what turns is `axes` long."""
+    count = len(axes)
+    angles = ids[..., mx.array(axes)].astype(mx.float32) * base ** (-mx.arange(count) / count)
+    cosine, sine = mx.cos(angles), mx.sin(angles)
+    first, second, rest = mx.split(x.astype(mx.float32), [count, 2 * count], axis=-1)
+    return mx.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)
+
+
 class Attentions(FeedForwards):
     """Attention layers.
 
@@ -34,16 +45,37 @@ class Attentions(FeedForwards):
 
     def attention(
         self, layer: Attention, x: mx.array, memory: KV, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Run grouped-query attention: write the window into `memory` and attend to it."""
         part = layer.module
-        both, keys, values = self.products(x, (part.q_proj, part.k_proj, part.v_proj), run.adapters)
-        out = self.attend(layer, both, keys, values, memory, run)  # [B, W, H·D]
+        if layer.writes:
+            out = self.attend(layer, *self.project(layer, x, run), memory, run)  # [B, W, H·D]
+        else:
+            out = self.attend_shared(layer, self.product(x, part.q_proj, run.adapters), memory, run)
         if (projection := layer.head_gates) is not None:
             gates = mx.sigmoid(self.product(at_last(x, run.last), projection, run.adapters))  # [B, W, H]
             by_head = out.reshape(*gates.shape, -1)
             out = (by_head * gates[..., None]).reshape(out.shape)
         return self.add(residual, self.product(out, part.o_proj, run.adapters), run)
+
+    def project(self, layer: Attention, x: mx.array, run: Pass) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values of x [B, W, H]; values normed where the layer does that."""
+        part = layer.module
+        names = ("q_proj", "k_proj") if layer.values_are_keys else ("q_proj", "k_proj", "v_proj")
+        both, keys, *rest = self.products(x, [part[name] for name in names], run.adapters)
+        values = rest[0] if rest else keys
+        if layer.value_norm is not None:
+            by_head = values.reshape(*values.shape[:2], layer.kv_heads, -1)
+            values = self.norm(by_head, layer.value_norm).reshape(values.shape)
+        return both, keys, values
+
+    def attend_shared(self, layer: Attention, queries: mx.array, memory: KV, run: Pass) -> mx.array:
+        """Attend to what another layer has written → [B, W, H·D]. `queries` are [B, W, H·D]."""
+        B, W, _ = queries.shape
+        by_head = self.norm(queries.reshape(B, W, layer.heads, -1), layer.module.q_norm).transpose(0, 2, 1, 3)
+        offset = memory.offset if memory.start is None else memory.start
+        heads = ArrangedHeads(layer.module.rope(by_head, offset=offset), *memory.fetch())
+        return self.attend_heads(layer, heads, queries, memory, run)
 
     def attend(
         self, layer: Attention, both: mx.array, keys: mx.array, values: mx.array, memory: KV, run: Pass
@@ -88,8 +120,17 @@ class Attentions(FeedForwards):
 
     def attend_heads(self, layer: Attention, heads: ArrangedHeads, both: mx.array, memory: KV, run: Pass) -> mx.array:
         """Return the attention [B, W, H·D] of queries to the keys and values in reach, gated where the layer is."""
-        seen, scale = run.mask(layer.window), layer.module.scale
-        queries, both, seen = at_last(heads.queries, run.last, 2), at_last(both, run.last), at_last(seen, run.last, 2)
+        return self.attend_seen(layer, heads, both, run.mask(layer.window), run)
+
+    def attend_seen(
+        self, layer: Attention, heads: ArrangedHeads, both: mx.array, seen: mx.array | Literal["causal"], run: Pass
+    ) -> mx.array:
+        """Return the attention [B, W, H·D] of queries to what is `seen` [B, 1, W, reach] of the keys and values;
+        `causal`: each query sees one more, and the last all."""
+        scale = layer.module.scale
+        queries, both = at_last(heads.queries, run.last, 2), at_last(both, run.last)
+        if not isinstance(seen, str):
+            seen = at_last(seen, run.last, 2)
         out = mx.fast.scaled_dot_product_attention(
             queries, heads.keys, heads.values, scale=scale, mask=seen, sinks=layer.sinks
         )
@@ -99,9 +140,42 @@ class Attentions(FeedForwards):
             return out
         return out * mx.sigmoid(both.reshape(B, W, H, 2 * D)[..., D:].reshape(B, W, -1))
 
+    def selected_attention(
+        self, layer: SelectedAttention, x: mx.array, memory: KV, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array | None]:
+        """Attend to the tokens that the index selects. All are read; kernels may leave out what is not seen."""
+        inner, part = layer.attention, layer.module
+        projections = part.q_proj, part.k_proj, part.v_proj, layer.index.index_qk_proj
+        both, keys, values, indexed = self.products(x, projections, run.adapters)
+        heads = self.write(inner, both, keys, values, memory)
+        seen = self.select(layer, indexed, memory, run)
+        out = self.attend_seen(inner, heads, both, seen, run)
+        return self.add(residual, self.product(out, part.o_proj, run.adapters), run)
+
+    def select(self, layer: SelectedAttention, indexed: mx.array, memory: KV, run: Pass) -> mx.array:
+        """Write queries and keys of the index [B, W, (H + 1)·D] into `memory`, and return what the window attends to,
+        [B, 1, W, reach]."""
+        B, W, _ = indexed.shape
+        rows = memory.offset[:, None] + mx.arange(W)  # [B, W]
+        at = rows if memory.start is None else memory.start[:, None] + mx.arange(W)
+        ids = mx.broadcast_to(at[..., None], (B, W, 3))
+        if memory.positions is not None:
+            ids = memory.positions.ids.swapaxes(1, 2)
+        queries, keys = mx.split(indexed, [layer.heads * layer.size], axis=-1)
+        held, starts = memory.update_index([keys[:, None], ids[:, None].astype(mx.int32)])
+        if memory.reach <= layer.budget:  # every block is among the best
+            return run.mask(None)
+        queries = self.norm(queries.reshape(B, W, layer.heads, -1), layer.index.q_layernorm)
+        means = block_means(held[:, 0], layer.block).astype(keys.dtype)  # [B, N, D]
+        means = self.norm(means, layer.index.k_layernorm)
+        starts = starts[:, 0, :: layer.block][:, : means.shape[1]]
+        turned = rotate_by(means, starts, layer.base, layer.axes)
+        scores = relu_scores(rotate_by(queries, ids[:, :, None], layer.base, layer.axes), turned)
+        return select_tokens(scores, rows, layer.block, layer.budget, memory.reach)[:, None]
+
     def latent_attention(
         self, layer: LatentAttention, x: mx.array, memory: KV, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Attend to latents [B, 1, S, R] and rotated keys [B, 1, S, D].
 
         mlx-lm expands the latents to keys and values where a pass has more than one token, and multiplies the queries
@@ -109,11 +183,13 @@ class Attentions(FeedForwards):
         queries are always multiplied.
         """
         part, (B, W, _), adapters = layer.module, x.shape, run.adapters
-        if part.q_lora_rank is None:
-            queries, compressed = self.products(x, (part.q_proj, part.kv_a_proj_with_mqa), adapters)
-        else:
-            queries, compressed = self.products(x, (part.q_a_proj, part.kv_a_proj_with_mqa), adapters)
-            queries = self.product(self.norm(queries, part.q_a_layernorm), part.q_b_proj, adapters)
+        first = part.q_proj if part.q_lora_rank is None else part.q_a_proj
+        queries, compressed = self.products(x, (first, part.kv_a_proj_with_mqa), adapters)
+        if part.q_lora_rank is not None:
+            queries = self.norm(queries, part.q_a_layernorm)
+            if layer.indexer is not None:
+                run.selected[:] = [self.select_latents(layer, x, queries, memory, run)]
+            queries = self.product(queries, part.q_b_proj, adapters)
         queries = queries.reshape(B, W, part.num_heads, part.q_head_dim).transpose(0, 2, 1, 3)
         if layer.query_scale != 1:
             queries = queries * layer.query_scale
@@ -123,10 +199,38 @@ class Attentions(FeedForwards):
         latents = self.norm(latents, part.kv_a_layernorm)
         latents = latents if layer.latent_scale == 1 else latents * layer.latent_scale
         latents, keys = memory.update_and_fetch(latents, keys)
-        queries, rotated, seen = (at_last(a, run.last, 2) for a in (queries, rotated, run.mask(None)))
+        queries, rotated = at_last(queries, run.last, 2), at_last(rotated, run.last, 2)
+        seen = at_last(run.mask(None), run.last, 2) if layer.budget is None else run.selected[0]
         scores = (rotated * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
         scores = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
         queries = part.embed_q(queries).astype(queries.dtype)  # [B, H, W, R]
         out = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=part.scale, mask=scores)
         out = part.unembed_out(out).astype(out.dtype).transpose(0, 2, 1, 3)
-        return self.add(residual, self.product(out.reshape(B, out.shape[1], -1), part.o_proj, adapters), run)
+        if (gates := layer.head_gates) is not None:
+            out = out * mx.sigmoid(self.product(at_last(x, run.last), gates, adapters))[..., None]
+        return self.add(residual, self.product(out.reshape(B, out.shape[1], -1), layer.output, adapters), run)
+
+    def select_latents(
+        self, layer: LatentAttention, x: mx.array, queries: mx.array, memory: KV, run: Pass
+    ) -> mx.array:
+        """Write what tokens are selected by into `memory`, and return which of them rows attend to [B, 1, W, S].
+
+        `queries` [B, W, R] are those of the layer, as its last projection is given them.
+        """
+        part, adapters = layer.indexer, run.adapters
+        assert part is not None
+        assert layer.budget is not None
+        keys = self.norm(self.product(x, part.wk, adapters), part.k_norm)[:, None]
+        (keys,) = memory.update_index([part.rope(keys, memory.offset)])  # [B, 1, S, D]
+        seen = at_last(run.mask(None), run.last, 2)
+        if keys.shape[2] <= layer.budget:
+            return seen
+        made = self.product(queries, part.wq_b, adapters).reshape(*x.shape[:2], part.n_heads, -1).swapaxes(1, 2)
+        made = at_last(part.rope(made, memory.offset), run.last, 2).swapaxes(1, 2)  # [B, W, H, D]
+        x, matrix = at_last(x, run.last), part.weights_proj
+        if matrix.weight.dtype == mx.float32:  # as released
+            weights = x.astype(mx.float32) @ matrix.weight.T
+        else:
+            weights = self.product(x, matrix, adapters)
+        scores = relu_scores(made, keys[:, 0], weights * (part.n_heads * part.head_dim) ** -0.5)
+        return select_best(scores[:, None], seen, layer.budget)

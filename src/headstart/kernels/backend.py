@@ -11,6 +11,7 @@ package names a device.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -21,18 +22,24 @@ from .checks import KernelCheck
 from .drafts import Drafting
 from .layers import (
     Attention,
+    DeltaAttention,
     FeedForward,
     GatedDeltaNet,
     LatentAttention,
     Layer,
     Mamba2,
+    MlpAndExperts,
     Part,
     Pass,
     Residual,
-    at_last,
+    SelectedAttention,
+    TokenGrams,
+    memories_by_layer,
 )
 from .recurrent import Recurrents
 from .report import Report, join_columns
+from .streams import StreamMixer
+from .types import at_last
 
 Remembered = Callable[..., Any]  # of a BatchState, the width of the window, and the inputs of a pass
 
@@ -44,8 +51,12 @@ class Backend(Recurrents, Drafting):
         asynchronous: The host describes a step while the device computes the one before.
         cut: A prompt has the same bits wherever it is cut at multiples of this. 1: anywhere, and as decoding would
             give it. None: only where it is always cut alike.
+        chunk: Tokens between the places where a prompt's state may be kept, if no turn begins in between.
         widest: Most tokens of a pass over a prompt.
+        scored: Most tokens of a pass whose attention scores are an array.
         keeps: A pass over a prompt may go past places where its state is kept: see `Pass.keep`.
+        layers_ahead: Layers of such a pass that are launched at once; as many may run already. None: all, since
+            a layer under way holds little memory.
         pass_overhead: Tokens of a prompt that take as long as what every pass over one does besides.
         most_rows: Positions of a step, of all sequences, that are computed independently of each other.
         windows: Widths and numbers of sequences that show whether rows are independent: kernels mostly switch below
@@ -54,8 +65,11 @@ class Backend(Recurrents, Drafting):
 
     asynchronous = True
     cut: int | None = None
+    chunk = CHUNK
     widest = CHUNK
+    scored = CHUNK
     keeps = False
+    layers_ahead: int | None = None
     pass_overhead = 4
     most_rows = sys.maxsize
     windows: tuple[tuple[int, int], ...] = ((16, 1), (1, 5), (2, 16), (9, 16))
@@ -71,6 +85,12 @@ class Backend(Recurrents, Drafting):
         """Return the backend of MLX's own operations on this device."""
         return self
 
+    def around(self) -> "Backend":
+        """Return the backend beside layers that are not ours: it samples, and knows nothing of how they round."""
+        other = copy(self.stock())
+        other.cut, other.keeps, other.layers_ahead = None, False, None
+        return other
+
     def with_gradients(self) -> "Backend":
         """Return the backend of operations that have gradients, to train with."""
         return self.stock()
@@ -85,6 +105,14 @@ class Backend(Recurrents, Drafting):
     def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
         """Do once what computing with these weights in activations of `dtype` needs. `layers`: those of the model,
         if it is a trunk or drafts for one."""
+
+    def pass_bytes(self, layers: Sequence[Layer], dtype: mx.Dtype) -> int:
+        """Return the memory that the widest pass over a prompt needs while it runs, where that is much."""
+        return 0
+
+    def copies_held(self, layers: Sequence[Layer], dtype: mx.Dtype, *, eight_bits: bool) -> tuple[int, int]:
+        """Return how many copies of a sequence's recurrent states and KV caches are in memory while steps run."""
+        return 1, 1
 
     def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> "Backend":
         """Return the backend that reads prompts for these layers."""
@@ -156,9 +184,8 @@ class Backend(Recurrents, Drafting):
         run: Pass,
     ) -> tuple[mx.array, mx.array | None]:
         """Run layers one after the other."""
-        held = iter(memories)
-        for layer in layers:
-            x, normed = self.decoder_layer(layer, x, normed, [next(held) for _ in layer.mixers], run)
+        for layer, held in memories_by_layer(layers, memories):
+            x, normed = self.decoder_layer(layer, x, normed, held, run)
         return x, normed
 
     def decoder_layer(
@@ -168,29 +195,60 @@ class Backend(Recurrents, Drafting):
 
         A norm that is None is not known yet. Of the layer's `memories` each remembers the window.
         """
+        if layer.streamed:
+            return self.streamed_layer(layer, x, memories, run), None
         normed = self.norm(x, layer.parts[0].norm) if normed is None else normed
         late, held = None, iter(memories)
         for part, norm in zip(layer.parts, layer.norms, strict=True):
+            assert normed is not None
             if part.beside is not None:
                 late = self.mlp_or_mixture(part.beside.module, normed, run.adapters)
-            x, normed = self.run_part(part, normed, held, run, Residual(x, norm))
-        return (x, normed) if late is None else self.add(Residual(x, layer.following), late, run)
+            x, normed = self.run_part(part, normed, held, run, Residual(x, norm, part.after))
+        if late is not None:
+            x, normed = self.add(Residual(x, layer.following), late, run)
+        if layer.own_input is not None:
+            x = self.add_own_input(layer.own_input, x, run)
+        if layer.scalar is not None:
+            x = x * layer.scalar
+        changed = layer.own_input is not None or layer.scalar is not None
+        return x, self.norm(x, layer.following) if changed else normed
+
+    def streamed_layer(self, layer: Layer, x: mx.array, memories: Sequence[KV | Recurrent], run: Pass) -> mx.array:
+        """Run a layer over several residual streams x [B, W, S·H], and return them after it."""
+        held = iter(memories)
+        for part in layer.parts:
+            if isinstance(part.does, TokenGrams):
+                memory = next(held)
+                assert isinstance(memory, Recurrent)
+                x = self.token_grams(part.does, x, part.norm(x), memory, run)
+                continue
+            assert isinstance(part.norm, StreamMixer)
+            mixed, shares = self.mix(x, part.norm)
+            x, _ = self.run_part(part, mixed, held, run, Residual(x, part.norm, shares=shares))
+        return x
 
     def run_part(
         self, part: Part, x: mx.array, held: Iterator[KV | Recurrent], run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Add what a part makes of x [B, W, H] to the residual stream → the sum and its norm. A part that remembers
         something of a sequence takes the next of the memories that are `held`."""
         does = part.does
+        if isinstance(does, MlpAndExperts):
+            return self.mlp_and_experts(does, x, run, residual)
         if isinstance(does, FeedForward):
             return self.feed_forward(does, x, run, residual)
         memory = next(held)
         if isinstance(memory, Recurrent):
             if isinstance(does, GatedDeltaNet):
                 return self.gated_delta_net(does, x, memory, run, residual)
+            if isinstance(does, DeltaAttention):
+                return self.delta_attention(does, x, memory, run, residual)
             assert isinstance(does, Mamba2)
             return self.mamba2(does, x, memory, run, residual)
-        residual = residual._replace(x=at_last(residual.x, run.last))
+        shares = None if residual.shares is None else at_last(residual.shares, run.last)
+        residual = residual._replace(x=at_last(residual.x, run.last), shares=shares)
+        if isinstance(does, SelectedAttention):
+            return self.selected_attention(does, x, memory, run, residual)
         if isinstance(does, LatentAttention):
             return self.latent_attention(does, x, memory, run, residual)
         assert isinstance(does, Attention)
@@ -216,6 +274,9 @@ class Backend(Recurrents, Drafting):
     def release(self) -> None:
         """Let another thread run what only one thread at a time may, once all that this one launched is computed."""
 
+    def recover(self) -> None:
+        """Forget what a pass that failed has left to the next."""
+
     def device(self) -> AbstractContextManager[Any]:
         """Return the context in which a pass runs on this backend's device."""
         return nullcontext()
@@ -223,5 +284,5 @@ class Backend(Recurrents, Drafting):
 
 def state_of(layers: Sequence[Layer], rows: int, dtype: mx.Dtype, eight_bit_kv: bool) -> BatchState:
     """Return what these layers hold of `rows` sequences before their first token."""
-    memories = [mixer.state(rows, dtype, eight_bit_kv) for layer in layers for mixer in layer.mixers]
+    memories = [mixer.state(rows, dtype, eight_bit_kv) for layer in layers for mixer in layer.writers]
     return BatchState.empty(memories, rows)

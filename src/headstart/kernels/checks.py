@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+FAULTS = ("failed", "differs", "crashed")  # how reasons begin that are no matter of shape or type
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -9,9 +11,10 @@ class Candidate:
 
     name: str
     refused: str | None = None  # why it may not
-    exact: bool = False  # a row has the same bits among any number of rows
+    exact: bool | None = None  # a row has the same bits among any number of rows; None where that was not looked at
     error: float | None = None  # relative distance from stock ops
     seconds: dict[int, float] = field(default_factory=dict)  # by rows
+    first: float | None = None  # seconds of the first runs, which compile
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,11 @@ class KernelCheck:
     chosen: str
     exact: bool  # of what was chosen
     candidates: tuple[Candidate, ...]
+    forms: int = 1  # of what was chosen, that were looked at
+    kept: bool = False  # from an earlier process
+
+    @property
+    def excluded(self) -> list[str]:
+        """Return what may not compute this because it failed, each with the reason."""
+        bad = [each for each in self.candidates if (each.refused or "").startswith(FAULTS)]
+        return [f"{self.operation} {self.shape}: {each.name} {each.refused}" for each in bad]

@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from ..sampling import BatchContext, Proposal
 from ..state import BatchState, UnseenPairs
-from .layers import at_last
 from .sampling import SamplingSteps
+from .types import at_last
 
 Draw = Callable[[mx.array, int], mx.array]  # a module's output [B, 1, H], and which module → the drafts so far [B, j]
 

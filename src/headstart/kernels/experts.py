@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gemma4_text
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.step3p5 import Step3p5MLP, clamped_swiglu
+from mlx_lm.models.step3p5 import clamped_swiglu
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
 from .adapters import ChosenAdapters, has_adapters
-from .layers import FeedForward, Pass, Residual
-from .products import Products
+from .layers import FeedForward, MlpAndExperts, Pass, PerLayerInput, Residual
+from .streams import Streams
 
 
 def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
@@ -36,21 +37,25 @@ def stock_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.
 
 def is_swiglu(module: nn.Module) -> bool:
     """Return whether an MLP is `down(silu(gate) * up)`."""
-    return "gate_proj" in module and not (isinstance(module, Step3p5MLP) and module.limit is not None)
+    plain = vars(module).get("limit") is None and not isinstance(module, gemma4_text.MLP)
+    return "gate_proj" in module and plain
 
 
-class FeedForwards(Products):
+class FeedForwards(Streams):
     """MLPs and mixtures of experts."""
 
-    def add(self, residual: Residual, made: mx.array, run: Pass) -> tuple[mx.array, mx.array]:
+    def add(self, residual: Residual, made: mx.array, run: Pass) -> tuple[mx.array, mx.array | None]:
         """Return the residual stream with what a part of a layer made, of which this machine may have a part, and
-        its norm."""
-        norm = residual.norm
-        return self.add_and_norm(residual.x, run.share.whole(made), norm["weight"], norm.eps)
+        its norm; None for that of several streams."""
+        norm, made = residual.norm, run.share.whole(made)
+        if residual.shares is not None:
+            return self.inject(residual.x, made, residual.shares), None
+        made = made if residual.after is None else self.norm(made, residual.after)
+        return self.add_and_norm(residual.x, made, norm["weight"], norm.eps)
 
     def feed_forward(
         self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Add what an MLP or a mixture of experts makes of x [B, W, H] to the residual → the sum and its norm."""
         return self.add(residual, self.mlp_or_mixture(layer.module, x, run.adapters), run)
 
@@ -71,12 +76,33 @@ class FeedForwards(Products):
         hidden = self.gated_product(x, shared.gate_proj, shared.up_proj, adapters)
         return self.combine(parts, scores, self.product(hidden, shared.down_proj, adapters), weight)
 
+    def mlp_and_experts(
+        self, layer: MlpAndExperts, x: mx.array, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array | None]:
+        """Add what Gemma 4's MLP makes of x [B, W, H], and its experts of the residual stream."""
+        part, router, adapters = layer.module, layer.module.router, run.adapters
+        dense = self.norm(self.mlp_or_mixture(part.mlp, x, adapters), part.post_feedforward_layernorm_1)
+        scaled = mx.fast.rms_norm(residual.x, router.scale * router._root_size, router.eps).astype(x.dtype)
+        indices, scores = self.route(self.product(scaled, router.proj, adapters), part.experts.top_k, True)
+        scores = scores * router.per_expert_scale[indices]
+        given = self.norm(residual.x, part.pre_feedforward_layernorm_2)
+        parts = self.chosen_experts(part.experts.switch_glu, given, indices, adapters)
+        made = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)
+        return self.add(residual, dense + self.norm(made, part.post_feedforward_layernorm_2), run)
+
+    def add_own_input(self, own: PerLayerInput, x: mx.array, run: Pass) -> mx.array:
+        """Return the residual stream x [B, W, H] with what a layer makes of its own embedding."""
+        assert run.own_inputs is not None
+        gates = nn.gelu_approx(self.product(x, own.gate, run.adapters)) * run.own_inputs[:, :, own.index]
+        return x + self.norm(self.product(gates, own.projection, run.adapters), own.norm)
+
     def _mlp(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None) -> mx.array:
         if is_swiglu(module):
             hidden = self.gated_product(x, module.gate_proj, module.up_proj, adapters)
         elif "gate_proj" in module:
             up, gate = self.products(x, (module.up_proj, module.gate_proj), adapters)
-            hidden = clamped_swiglu(up, gate, module.limit)
+            gemma = isinstance(module, gemma4_text.MLP)
+            hidden = gemma4_text.geglu(gate, up) if gemma else clamped_swiglu(up, gate, module.limit)
         else:
             hidden = nn.relu2(self.product(x, module.up_proj, adapters))
         return self.product(hidden, module.down_proj, adapters)

@@ -63,6 +63,8 @@ class Graph:
         finally:
             self.backend.carry(carried)
         rows.layers[:] = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
+        for memory in rows.kv_layers:
+            memory.written_in_place = self.backend.in_place
         return output
 
     def _from_arrays(
@@ -73,7 +75,7 @@ class Graph:
         shift: mx.array | None,
         adapters: mx.array | None,
         held: list[list[mx.array]],
-        form: bool,
+        form: int,
         *inputs: Any,
     ) -> tuple[Any, list[list[mx.array]], list[mx.array]]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
@@ -109,15 +111,21 @@ class RememberedHead:
 
 
 class Remembering(Backend):
-    """A backend that remembers passes."""
+    """A backend that remembers passes.
+
+    Attributes:
+        in_place: Kernels may write into caches in place, in an order that MLX does not know.
+    """
+
+    in_place = False
 
     def __init__(self, description: str | None = None):
         super().__init__(description)
         self._heads: WeakKeyDictionary[DraftHead, tuple[RememberedHead, Graph]] = WeakKeyDictionary()
 
-    def form(self) -> bool:
+    def form(self) -> int:
         """Return what a description depends on beside shapes."""
-        return False
+        return 0
 
     def carried(self) -> list[mx.array]:
         """Return arrays that every pass takes from the one before it and leaves to the next."""

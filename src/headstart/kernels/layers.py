@@ -1,10 +1,9 @@
 """What a decoder layer is made of, as backends take it: mlx-lm's modules hold the weights, these say what they mean.
 
-A family makes these descriptions (`models/family.py`), and they are made once for a model. A backend computes from
-them, so what a kernel needs to know of a layer is a field here, and no question to the family.
+A family makes these descriptions (`models/family.py`). What a kernel needs to know of a layer is a field here.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from mlx.utils import tree_flatten
 from ..state import KV, Recurrent
 from .adapters import ChosenAdapters, has_adapters
 from .share import Alone, Share
+from .streams import StreamMixer
 from .types import Window
 
 Mask = Callable[[int | None], mx.array]  # positions that a layer sees, None for all → [B, 1, W, reach]
@@ -34,6 +34,7 @@ class Attention:
     causal: bool = True  # or a token also sees what follows it in its window
     query_scale: tuple[int, float] | None = None  # a period and beta: queries grow with the position
     value_scale: float | None = None
+    shares: str | None = None  # layers that write no keys read those of the last one before them of this name
 
     def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> KV:
         key, value = self.head_sizes
@@ -42,13 +43,29 @@ class Attention:
     @cached_property
     def head_sizes(self) -> tuple[int, int]:
         """Return the numbers of a key and of a value."""
+        if not self.writes or self.values_are_keys:
+            return self.module.head_dim, self.module.head_dim
         keys, values = (self.module[name].weight.shape[0] // self.kv_heads for name in ("k_proj", "v_proj"))
         return keys, values
 
     @property
+    def writes(self) -> bool:
+        """Return whether it has keys and values of its own."""
+        return "k_proj" in self.module
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Return whether the product of `k_proj` is also the values."""
+        return "v_proj" not in self.module
+
+    @property
+    def value_norm(self) -> nn.Module | None:
+        return self.module.get("v_norm")
+
+    @property
     def norms(self) -> tuple[nn.Module, nn.Module] | None:
         """Return the norms of queries and keys."""
-        return (self.module["q_norm"], self.module["k_norm"]) if "q_norm" in self.module else None
+        return (self.module["q_norm"], self.module["k_norm"]) if "k_norm" in self.module else None
 
     @property
     def head_gates(self) -> nn.Module | None:
@@ -69,11 +86,31 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class LatentAttention:
-    """Multi-head latent attention: a token's keys and values are one latent vector and one rotated key."""
+    """Multi-head latent attention: a token's keys and values are one latent vector and one rotated key.
+
+    With a `budget` a token attends to so many at most, which the module's `indexer` selects, or did in the last layer
+    that has one.
+    """
 
     module: nn.Module
     query_scale: float = 1.0
     latent_scale: float = 1.0
+    budget: int | None = None
+
+    @property
+    def indexer(self) -> nn.Module | None:
+        return self.module.get("indexer")
+
+    @property
+    def head_gates(self) -> nn.Module | None:
+        """Return what projects to one gate for every head."""
+        return self.module.get("g_proj")
+
+    @property
+    def output(self) -> nn.Module:
+        """Return the last projection."""
+        projection: nn.Module = self.module["dense" if "dense" in self.module else "o_proj"]
+        return projection
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -81,7 +118,59 @@ class LatentAttention:
 
     def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> KV:
         latent, rotated = self.head_sizes
-        return KV.empty(rows, 1, latent, dtype, rotated, eight_bits=eight_bits)
+        index = [] if self.indexer is None else [(self.indexer.head_dim, dtype)]
+        return KV.empty(rows, 1, latent, dtype, rotated, eight_bits=eight_bits, index=index)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedAttention:
+    """Grouped-query attention to the blocks of tokens that an index selects for each query, and to what follows them.
+
+    The index has a query of several heads and a key of one for every token; a block's key is the mean of its tokens'.
+    """
+
+    attention: Attention
+    index: nn.Module  # projects to queries and the key, and has their norms
+    heads: int  # of the index
+    block: int  # tokens
+    budget: int  # tokens that are selected
+    base: float  # of the rotation of queries and keys
+    axes: tuple[int, ...]  # which of a token's positions, time, row and column, each of its frequencies takes
+
+    @property
+    def module(self) -> nn.Module:
+        return self.attention.module
+
+    @property
+    def size(self) -> int:
+        """Return the numbers of a key of the index."""
+        return int(self.index.index_qk_proj.weight.shape[0]) // (self.heads + 1)
+
+    def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> KV:
+        key, value = self.attention.head_sizes
+        index = [(self.size, dtype), (3, mx.int32)]  # keys, and the positions at which they are rotated
+        return KV.empty(rows, self.attention.kv_heads, key, dtype, value, eight_bits=eight_bits, index=index)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGrams:
+    """Embeddings of the last few tokens, which a table on disk has: each stream is given them by a gate of its own,
+    and after a short convolution. Its state are the tokens before the window and the convolution's inputs."""
+
+    module: nn.Module
+    streams: int
+    table: int  # which of the model's
+    before: int  # tokens that an embedding depends on beside the last
+    end: int  # the token that ends texts: nothing before it counts
+
+    @property
+    def dilation(self) -> int:
+        return self.before + 1
+
+    def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> Recurrent:
+        channels, taps, _ = self.module.conv1d.weight.shape
+        inputs = mx.zeros((rows, (taps - 1) * self.dilation, channels), dtype)
+        return Recurrent(mx.full((rows, self.before), self.end, mx.int32), inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +185,26 @@ class GatedDeltaNet:
         net = self.module
         sizes = net.num_v_heads, net.head_v_dim, net.head_k_dim, net.conv_kernel_size, net.conv_dim
         return Recurrent.empty(rows, *sizes, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaAttention:
+    """Kimi's delta attention: a gated delta rule in which every number of a key decays by itself.
+
+    Queries, keys and values have a projection and a convolution each, `decay` and `gate` one or two projections.
+    """
+
+    module: nn.Module
+    decay: tuple[nn.Module, ...]
+    gate: tuple[nn.Module, ...]
+    convolutions: tuple[nn.Module, nn.Module, nn.Module]
+    lower_bound: float | None = None  # of the logarithm of a decay
+
+    def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> Recurrent:
+        net = self.module
+        channels = 3 * net.num_heads * net.head_dim
+        taps = self.convolutions[0].weight.shape[1]
+        return Recurrent.empty(rows, net.num_heads, net.head_dim, net.head_dim, taps, channels, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +224,33 @@ class FeedForward:
     module: nn.Module
 
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2
+@dataclass(frozen=True, eq=False)
+class MlpAndExperts(FeedForward):
+    """Gemma 4's MLP and experts side by side, between norms of their own. `module` is the decoder layer, whose router
+    and experts are given the residual stream."""
+
+
+@dataclass(frozen=True, eq=False)
+class PerLayerInput:
+    """What a layer adds at its end of an embedding of its own: the gates that it projects from the residual stream,
+    times the embedding, projected and normed."""
+
+    index: int  # of the layer's embedding
+    gate: nn.Module
+    projection: nn.Module
+    norm: nn.Module
+
+
+Mixer = Attention | LatentAttention | SelectedAttention | GatedDeltaNet | DeltaAttention | Mamba2 | TokenGrams
 
 
 class Part(NamedTuple):
     """One of the parts of a layer. It adds to the residual stream what it makes of a norm of it."""
 
-    norm: nn.Module
+    norm: nn.Module  # or the `StreamMixer` of several streams
     does: Mixer | FeedForward
     beside: FeedForward | None = None  # experts that are given the same; what they make is added at the layer's end
+    after: nn.Module | None = None  # a norm of what it makes
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +260,28 @@ class Layer:
     module: nn.Module
     parts: tuple[Part, ...]
     following: nn.Module  # the norm after the layer: the next one's first, or the stack's last
+    own_input: PerLayerInput | None = None
+
+    @property
+    def scalar(self) -> mx.array | None:
+        """Return what the residual stream is multiplied by at the end."""
+        return self.module.get("layer_scalar")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the layer is its parts, each after a norm, and nothing else."""
+        beside = any(part.beside is not None or part.after is not None for part in self.parts)
+        return not beside and self.own_input is None and self.scalar is None and not self.streamed
 
     @cached_property
     def norms(self) -> tuple[nn.Module, ...]:
         """Return the norm after each part."""
         return *(part.norm for part in self.parts[1:]), self.following
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether there are several residual streams."""
+        return isinstance(self.parts[-1].norm, StreamMixer)
 
     @property
     def kind(self) -> Hashable:
@@ -159,12 +303,34 @@ class Layer:
         """Return the parts that remember something of a sequence."""
         return tuple(part.does for part in self.parts if not isinstance(part.does, FeedForward))
 
+    @cached_property
+    def writers(self) -> tuple[Mixer, ...]:
+        """Return those of them that have a memory of their own."""
+        return tuple(each for each in self.mixers if not isinstance(each, Attention) or each.writes)
+
+
+def memories_by_layer(
+    layers: Sequence[Layer], memories: Sequence[KV | Recurrent]
+) -> Iterator[tuple[Layer, list[KV | Recurrent]]]:
+    """Yield the layers, each with what its mixers remember or read."""
+    own, shared = iter(memories), dict[str | None, KV | Recurrent]()
+    for layer in layers:
+        held = []
+        for mixer in layer.mixers:
+            name = mixer.shares if isinstance(mixer, Attention) else None
+            memory = next(own) if mixer in layer.writers else shared[name]
+            shared[name] = memory
+            held.append(memory)
+        yield layer, held
+
 
 class Residual(NamedTuple):
     """The residual stream, to which a part is added, and the norm of the sum that the next part is given."""
 
-    x: mx.array  # [B, W, H]
+    x: mx.array  # [B, W, H], or of several streams [B, W, S·H]
     norm: nn.Module
+    after: nn.Module | None = None  # a norm of the part, before it is added
+    shares: mx.array | None = None  # [B, W, S], by which each of several streams is given what the part makes
 
 
 @dataclass(frozen=True)
@@ -178,8 +344,7 @@ class Pass:
     last: mx.array | None = None  # [B], the only token of each sequence whose output is wanted
     adapters: ChosenAdapters | None = None  # of the sequences, if one has any
     share: Share = field(default_factory=Alone)
-
-
-def at_last(x: mx.array, last: mx.array | None, axis: int = 1) -> mx.array:
-    """Return x at index `last` [B] of each row along an axis, which stays with a length of one; all of x for None."""
-    return x if last is None else mx.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)
+    own_inputs: mx.array | None = None  # [B, W, L, D], the embedding of every layer
+    tokens: mx.array | None = None  # [B, W], for what depends on them beside their embeddings
+    grams: tuple[mx.array, ...] = ()  # [B, W, E] of each table, for `tokens`
+    selected: list[mx.array] = field(default_factory=list)  # [B, 1, W, reach], the tokens that a layer selected last

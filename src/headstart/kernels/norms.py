@@ -21,6 +21,24 @@ class Norm(nn.Module):
         return stock_norm(x, self.weight, self.eps)
 
 
+class SigmoidGatedNorm(nn.Module):
+    """The norm of a gated delta rule's output, whose gate is a sigmoid instead of mlx-lm's silu."""
+
+    def __init__(self, dims: int, eps: float):
+        super().__init__()
+        self.weight = mx.ones((dims,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        normed = mx.fast.rms_norm(x.astype(mx.float32), self.weight, self.eps)
+        return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
+
+
+def is_sigmoid_gated(net: nn.Module) -> bool:
+    """Return whether the output of a gated delta rule has a sigmoid for a gate."""
+    return isinstance(net["norm"], SigmoidGatedNorm)
+
+
 def use_float32_norms(module: nn.Module, kind: type[nn.Module] = nn.RMSNorm) -> None:
     """Swap leaves of a kind of RMSNorm for `Norm`, the way `nn.quantize` swaps linear ones."""
 

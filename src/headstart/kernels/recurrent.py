@@ -1,16 +1,26 @@
 """Recurrent layers, with the drafts of a window pending (see `state/recurrent.py`), by MLX's own operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, gated_delta_ops, normalize_qk
 from mlx_lm.models.ssm import compute_dt
 
-from ..state import Recurrent
+from ..state import BatchState, Recurrent
 from .attention import Attentions
-from .layers import GatedDeltaNet, Mamba2, Pass, Residual
+from .layers import (
+    DeltaAttention,
+    GatedDeltaNet,
+    Layer,
+    Mamba2,
+    Pass,
+    Residual,
+    TokenGrams,
+    memories_by_layer,
+)
+from .streams import split_streams
 from .types import PendingDrafts, Ran, Window
 
 Recurrence = Callable[[list[mx.array], mx.array, mx.array | None], tuple[mx.array, mx.array]]
@@ -54,9 +64,29 @@ def conv_history(memory: Recurrent, accepted: mx.array) -> mx.array:
     """Return the convolution's inputs [B, taps - 1, C] before the new window, after `accepted` [B] drafts."""
     if memory.pending is None:
         return memory.conv
-    inputs = mx.concatenate([memory.conv, PendingDrafts(*memory.pending).qkv], axis=1)
+    inputs = mx.concatenate([memory.conv, memory.pending[0]], axis=1)
     last = accepted[:, None] + mx.arange(memory.conv.shape[1])  # [B, taps - 1]
     return mx.take_along_axis(inputs, last[..., None], axis=1)
+
+
+def token_history(memory: Recurrent, accepted: mx.array) -> mx.array:
+    """Return the tokens [B, T] before the new window that `TokenGrams` depend on, after `accepted` [B] drafts."""
+    if memory.pending is None:
+        return memory.state
+    tokens = mx.concatenate([memory.state, memory.pending[1]], axis=1)
+    return mx.take_along_axis(tokens, accepted[:, None] + mx.arange(memory.state.shape[1]), axis=1)
+
+
+def gram_history(layers: Sequence[Layer], state: BatchState) -> mx.array:
+    """Return the tokens [B, T] before the new window of a model that has `TokenGrams`, all of which hold the same."""
+    each = (
+        (mixer, memory)
+        for layer, held in memories_by_layer(layers, state.layers)
+        for mixer, memory in zip(layer.mixers, held, strict=True)
+    )
+    memory = next(memory for mixer, memory in each if isinstance(mixer, TokenGrams))
+    assert isinstance(memory, Recurrent)
+    return token_history(memory, state.accepted)
 
 
 class Recurrents(Attentions):
@@ -65,7 +95,7 @@ class Recurrents(Attentions):
 
     def gated_delta_net(
         self, layer: GatedDeltaNet, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         net = layer.module
         window = layer.window(net, self.products(x, layer.projections, run.adapters))
         y = self.remember_window(net, window, memory, run)
@@ -96,6 +126,38 @@ class Recurrents(Attentions):
         conv = inputs[:, run.certain : run.certain + memory.conv.shape[1]]
         return Ran(net.norm(y, z), state, conv, drafts)
 
+    def delta_attention(
+        self, layer: DeltaAttention, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array | None]:
+        """Run Kimi's delta attention. In `PendingDrafts`, `g` has a decay for every number of a key."""
+        net, (B, W, _) = layer.module, x.shape
+        first = (net.q_proj, net.k_proj, net.v_proj, layer.decay[0], net.b_proj, layer.gate[0])
+        *qkv, a, b, z = self.products(x, first, run.adapters)
+        for each in layer.decay[1:]:
+            a = self.product(a, each, run.adapters)
+        for each in layer.gate[1:]:
+            z = self.product(z, each, run.adapters)
+        y = self.remember_delta(layer, Window(mx.concatenate(qkv, axis=-1), z, b, a), memory, run)
+        gates = mx.sigmoid(z.astype(mx.float32)).astype(y.dtype).reshape(y.shape)
+        out = (self.norm(y, net.o_norm) * gates).reshape(B, W, -1)
+        return self.add(residual, self.product(out, net.o_proj, run.adapters), run)
+
+    def remember_delta(self, layer: DeltaAttention, window: Window, memory: Recurrent, run: Pass) -> mx.array:
+        """Run the rule of a layer of delta attention → [B, W, H, D]; `memory` then holds what the window leaves."""
+        net, (B, W, _) = layer.module, window.qkv.shape
+        inputs = mx.concatenate([conv_history(memory, run.accepted), window.qkv], axis=1)
+        parts = zip(mx.split(inputs, 3, axis=-1), layer.convolutions, strict=True)
+        q, k, v = (nn.silu(conv(each)).reshape(B, W, net.num_heads, net.head_dim) for each, conv in parts)
+        q, k = normalize_qk(q, k, inv_scale=net.head_dim**-0.5, eps=1e-6)
+        a, bias = (each.reshape(*each.shape[:-1], net.num_heads, -1) for each in (window.a, net.dt_bias))
+        rate = net.A_log.reshape(net.num_heads, 1)
+        bound = layer.lower_bound
+        g = compute_g(rate, a, bias) if bound is None else compute_lower_bound_g(rate, a, bias, bound)
+        tokens = [q, k, v, g, mx.sigmoid(window.b.astype(mx.float32))]
+        y, memory.state, memory.pending = fold_and_run(self.delta_recurrence, tokens, window.qkv, memory, run)
+        memory.conv = inputs[:, run.certain : run.certain + memory.conv.shape[1]]
+        return y.astype(window.qkv.dtype)
+
     def delta_recurrence(
         self, tokens: list[mx.array], state: mx.array, mask: mx.array | None
     ) -> tuple[mx.array, mx.array]:
@@ -103,9 +165,36 @@ class Recurrents(Attentions):
         q, k, v, g, beta = tokens
         return gated_delta_ops(q, k, v, g, beta, state, mask)
 
+    def token_grams(self, layer: TokenGrams, x: mx.array, normed: mx.array, memory: Recurrent, run: Pass) -> mx.array:
+        """Return the streams x [B, W, S·H], whose norm is known, with what the tables have of the window's tokens."""
+        part, taps = layer.module, layer.module.conv1d.weight.shape[1]
+        certain, dilation, width = run.certain, layer.dilation, x.shape[1]
+        assert run.tokens is not None
+        found = run.grams[layer.table].astype(x.dtype)
+        keys, values = self.products(found, (part.key_proj, part.value_proj), run.adapters)
+        keys, queries = (split_streams(a, layer.streams) for a in (part.norm_key(keys), normed))  # [B, W, S, H]
+        gate = (keys * queries).sum(axis=-1, keepdims=True) * keys.shape[-1] ** -0.5
+        gate = mx.sqrt(mx.maximum(mx.abs(gate), 1e-6)) * mx.sign(gate)
+        gated = (mx.sigmoid(gate) * values.astype(mx.float32)[..., None, :]).flatten(-2)
+        fresh = part.norm_conv(gated).astype(x.dtype)
+
+        inputs = mx.concatenate([conv_history(memory, run.accepted), fresh], axis=1)
+        tokens = mx.concatenate([token_history(memory, run.accepted), run.tokens], axis=1)
+        memory.pending = None if width == certain else [fresh[:, certain:], run.tokens[:, certain:]]
+
+        def at(count: int) -> tuple[mx.array, mx.array]:
+            return tokens[:, count : count + layer.before], inputs[:, count : count + memory.conv.shape[1]]
+
+        memory.kept = None if run.keep is None else at(run.keep)
+        memory.state, memory.conv = at(certain)
+        weight, made = part.conv1d.weight[..., 0].astype(mx.float32), mx.zeros(())  # [C, taps]
+        for tap in range(taps):
+            made = made + weight[:, tap] * inputs[:, tap * dilation : tap * dilation + width].astype(mx.float32)
+        return (x.astype(mx.float32) + gated + nn.silu(made)).astype(x.dtype)
+
     def mamba2(
         self, layer: Mamba2, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Run a Mamba-2 layer. In `PendingDrafts`, `k` and `v` are what papers call B and x, `g` is the decay and
         `beta` the step size.
 

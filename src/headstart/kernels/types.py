@@ -91,3 +91,8 @@ def run_gated_delta(
         output_dtypes=[dtype for _, dtype in outputs],
     )
     return Ran(y, state, conv, fresh or None)
+
+
+def at_last(x: mx.array, last: mx.array | None, axis: int = 1) -> mx.array:
+    """Return x at index `last` [B] of each row along an axis, which stays with a length of one; all of x for None."""
+    return x if last is None else mx.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)

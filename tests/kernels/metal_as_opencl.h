@@ -1,0 +1,51 @@
+// The words of Metal that our kernels use, as C++ for OpenCL: declared only, nothing is run. OpenCL has Metal's address
+// spaces, and no generic one where it is switched off, so that a pointer without its qualifier is an error.
+
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+#define INFINITY __builtin_inff()
+
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+typedef half float16_t;
+typedef half bfloat16_t;
+typedef unsigned char uint8_t;
+typedef unsigned char uchar;
+typedef signed char int8_t;
+typedef unsigned short ushort;
+typedef unsigned short uint16_t;
+typedef short int16_t;
+typedef unsigned int uint;
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef unsigned long uint64_t;
+typedef long int64_t;
+typedef uint uint2 __attribute__((ext_vector_type(2)));
+typedef uint uint3 __attribute__((ext_vector_type(3)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+
+namespace metal {
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+float simd_shuffle_xor(float, ushort);
+int simd_shuffle_xor(int, ushort);
+uint simd_shuffle_xor(uint, ushort);
+float fma(float, float, float);
+float abs(float);
+float max(float, float);
+float min(float, float);
+int max(int, int);
+int min(int, int);
+namespace precise {
+float sqrt(float);
+float exp(float);
+float exp2(float);
+float log(float);
+float sin(float);
+float cos(float);
+}  // namespace precise
+}  // namespace metal

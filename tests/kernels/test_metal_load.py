@@ -1,0 +1,120 @@
+"""What the check at load costs: pipelines that are compiled, waits for the device, bytes that are read."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from fixtures import builtin_model, write_any
+from headstart.checkpoint import load_model
+from headstart.kernels.metal import backend, choice, device, experts, products, stock, tune
+from headstart.kernels.metal.tune import operations
+from headstart.kernels.metal.tune_fused import model_operations
+from headstart.kernels.weights import matrix_weights
+from headstart.models import Model
+
+KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
+# Heads as released models have them: MLX passes what there are fewer than 8 of in another address space.
+SIZES = {"linear_num_value_heads": 8, "num_attention_heads": 8, "vocab_size": 64}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[object]]:
+    """Launches of each pipeline, on a simulated device that compiles what MLX would and returns zeros."""
+    found: Counter[object] = Counter()
+
+    def metal_kernel(**kernel: Any) -> Callable[..., list[mx.array]]:
+        def launch(**given: Any) -> list[mx.array]:
+            types = tuple((array.dtype, array.size < 8) for array in given["inputs"])
+            found[kernel["name"], str(given["template"]), types] += 1
+            made = zip(given["output_shapes"], given["output_dtypes"], strict=True)
+            return [mx.zeros(shape, dtype) for shape, dtype in made]
+
+        return launch
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
+    monkeypatch.setattr(choice, "_distance", lambda found, expected: (mx.zeros(()), mx.zeros(())))
+    monkeypatch.setattr(choice, "_score", lambda candidate: candidate.name.startswith("stock"))  # ours are faster
+    for kernel in KERNELS:
+        kernel.cache_clear()
+    yield found
+    for kernel in KERNELS:
+        kernel.cache_clear()
+
+
+def quantised(family: str, folder: Path) -> Model:
+    model = load_model(write_any(folder, family, **SIZES), dtype=mx.bfloat16)
+    nn.quantize(model.weights, 32, 4, class_predicate=lambda _, module: hasattr(module, "to_quantized"))
+    return model
+
+
+@pytest.mark.parametrize(("family", "most"), [("dense", 50), pytest.param("moe", 42, marks=pytest.mark.slow)])
+def test_no_more_is_compiled_than_a_model_uses(
+    family: str, most: int, compiled: Counter[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(choice, "wait", lambda arrays: waits.append(len(arrays)) or mx.eval(arrays))
+    model = quantised(family, tmp_path)
+    described = model_operations(model.weights, (*model.layers, *model.head_layers), mx.bfloat16)
+    for operation in described:
+        choice.decide(operation)
+    assert 0 < len(compiled) <= most
+    # Of each candidate: one to compare, six turns at two widths, one to look at all forms.
+    candidates = sum(len(each.candidates()) for each in described)
+    assert len(waits) <= (1 + (1 + choice.REPEATS) * len(choice.TIMED) + 1) * candidates
+
+
+def test_weights_that_nothing_is_multiplied_beside_are_checked_alone() -> None:
+    model = builtin_model("tiny-qwen3.5-moe")
+    forms = {
+        each.shape: each.forms
+        for each in operations(model.weights, model.dtype, model.layers)
+        if each.operation == "product"
+    }
+    assert max(forms.values()) > 1
+    unknown = operations(model.weights, model.dtype)
+    assert {each.forms for each in unknown if each.operation == "product"} == {4}, "all that there could be"
+
+
+def test_of_a_large_matrix_a_part_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "SAMPLED", 64 << 10)
+    monkeypatch.setattr(tune, "LEAST_OUTPUTS", 16)
+    layer = nn.QuantizedLinear(256, 1024, bias=True, group_size=64, bits=4)
+    weights = matrix_weights(layer)
+    part = tune._first_outputs(layer, weights)
+    assert 256 <= part.weight.shape[0] < 512
+    assert sum(array.nbytes for array in matrix_weights(part).arrays()) <= 64 << 10
+    x = mx.random.normal((3, 256))
+    assert mx.array_equal(part(x), layer(x)[:, : part.weight.shape[0]])
+    assert layer.weight.shape[0] == 1024
+    small = nn.Linear(64, 64, bias=False)
+    assert tune._first_outputs(small, matrix_weights(small)) is small
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_once_it_takes_a_moment(
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    progress = backend.CheckProgress(lambda: now[0])
+    monkeypatch.setattr(backend.sys.stderr, "isatty", lambda: terminal)
+    said = lambda: capsys.readouterr().err if terminal else caplog.text  # noqa: E731
+    progress(0, 40, "product 12×32")
+    now[0] = 0.9
+    progress(1, 40, "norm 64")
+    assert not said()
+    now[0] = 1.1
+    progress(2, 40, "norm 128")
+    assert ("2 of 40 norm 128" if terminal else "Checking 40 Metal kernels") in said()
+    progress(40, 40, "")
+    if terminal:
+        assert said() == "\r\x1b[K", "nothing is left of it"
