@@ -77,7 +77,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("someone/else", "someone/copy--of--it"):
         config = _repo(root, name) / "snapshots" / "0123abc" / "config.json"
         config.parent.mkdir(parents=True)
-        config.write_text(json.dumps({"model_type": "gpt_oss"}))
+        config.write_text(json.dumps({"model_type": "bark"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_CACHE", str(root))
         yield root

@@ -14,16 +14,16 @@ from typing import Any
 
 from hostile_bodies import body
 from pydantic import ValidationError
-from running import served_model, tokenizer
+from running import loaded_model, tokenizer
 
 from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
-from headstart.server.chat import Prompt
 from headstart.server.errors import Refusal
+from headstart.server.loaded_model import LoadedModel
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.prepare import Preparer
-from headstart.server.served_model import ServedModel
+from headstart.server.prompt import Prompt
 from headstart.server.settings import Limits
 
 SHAPES: dict[str, Any] = {
@@ -40,16 +40,12 @@ class Client:
         return {}
 
 
-async def case(path: str, body: dict[str, Any], served: ServedModel, preparer: Preparer) -> str:
+async def case(path: str, body: dict[str, Any], served: LoadedModel, preparer: Preparer) -> str:
     try:
         asked = SHAPES[path].model_validate(body)
         asked.check()
-        prompt = await preparer.prepare(
-            lambda work: asked.make_prompt(served, work),
-            Client(),
-            "",
-            inf,  # type: ignore[arg-type]
-        )
+        async with preparer.preparing(Client(), "", inf) as work:  # type: ignore[arg-type]
+            prompt = await asked.make_prompt(served, work)
     except ValidationError:
         return "invalid"
     except Refusal as refused:
@@ -60,7 +56,7 @@ async def case(path: str, body: dict[str, Any], served: ServedModel, preparer: P
     return "followed" if prompt.compiled else "no grammar"
 
 
-def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
+def follow(prompt: Prompt, served: LoadedModel, steps: int = 8) -> None:
     """As the engine does: masks before and after drafts, and some of what is permitted."""
     if prompt.compiled is None:
         return
@@ -76,7 +72,7 @@ def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
 
 
 async def main(seed: str, first: int, last: int) -> None:
-    served = served_model()
+    served = loaded_model()
     preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, max_waiting=None)
     outcomes: Counter[str] = Counter()
     for i in range(first, last):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,14 @@ from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server.anthropic_request import CountTokensRequest
 from headstart.server.app import create_app
-from headstart.server.chat import Prompt
 from headstart.server.listen import bind
+from headstart.server.loaded_model import LoadedModel
 from headstart.server.middleware import Keys
 from headstart.server.model_pool import ModelPool
-from headstart.server.prepare import Preparer
+from headstart.server.pooled_model import PooledModel
+from headstart.server.prompt import Prompt
 from headstart.server.request_fields import GenerationRequest
 from headstart.server.routes import open_app
-from headstart.server.served_model import ModelInfo, ServedModel
 from headstart.server.server import Server
 from headstart.server.settings import Limits
 from headstart.server.states import ServerState
@@ -69,19 +69,32 @@ def tiny(head: bool, context: int) -> Model:
     return load_model(folder(head, context), dtype=mx.float32)
 
 
-def served_model(head: bool = True, context: int = CONTEXT) -> ServedModel:
-    model = tiny(head, context)
-    info = ModelInfo.of(read_layout(folder(head, context)), id="tiny", vision=model.tower is not None)
-    return ServedModel.of(info, model, tokenizer())
+def pooled_model(head: bool = True, context: int = CONTEXT, **fields: Any) -> PooledModel:
+    model, layout = tiny(head, context), read_layout(folder(head, context))
+    return PooledModel.of_loaded(layout, model, tokenizer(), id="tiny", vision=model.tower is not None, **fields)
+
+
+def loaded_model(known: PooledModel | None = None, limits: Limits | None = None) -> LoadedModel:
+    """A model whose prompts can be prepared. Nothing runs."""
+    known = known or pooled_model()
+    engine = Engine(known.read(), known.load_tokenizer(), prefix=PrefixCache(0), max_queue=None)
+    known.put(EngineThread(engine), limits or Limits())
+    assert known.loaded is not None
+    return known.loaded
 
 
 @dataclass
 class Running:
     url: str
     room: EngineThread
-    served: ServedModel
+    known: PooledModel
     server: Server
     key: str | None = None
+
+    @property
+    def served(self) -> LoadedModel:
+        assert self.known.loaded is not None
+        return self.known.loaded
 
     @property
     def ports(self) -> set[int]:
@@ -113,7 +126,7 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics, 0 where there is none yet. The model is the first unless `labels` names another."""
-        labels = labels if name in WITHOUT_MODEL else {"model": self.served.id} | labels
+        labels = labels if name in WITHOUT_MODEL else {"model": self.known.id} | labels
         wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else "")
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
@@ -162,18 +175,18 @@ def running(
     room_type: type[EngineThread] = EngineThread,
     **engine: Any,
 ) -> Iterator[Running]:
-    served = served_model(head, context)
+    known = pooled_model(head, context)
     burst = {"burst": engine.pop("burst")} if "burst" in engine else {}
     room = room_type(
-        Engine(served.model, tokenizer(), **{"max_queue": 256, "prefix": PrefixCache(0)} | engine), **burst
+        Engine(known.read(), tokenizer(), **{"max_queue": 256, "prefix": PrefixCache(0)} | engine), **burst
     )
     keys = Keys([*([key] if key else []), *other_keys])
-    pool = ModelPool.of_one(room, served, limits)
+    pool = ModelPool.of_one(room, known, limits)
     with starting(keys=keys, limits=pool.limits, cors_origins=cors_origins, deadline=deadline) as start:
         if send_buffer is not None:
             start.place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         start.open(pool)
-        yield Running(start.url, room, served, start.server, key)
+        yield Running(start.url, room, known, start.server, key)
 
 
 @dataclass
@@ -200,17 +213,16 @@ class Reader:
         return await asyncio.get_running_loop().create_future()
 
 
-def read(asked: CountTokensRequest | GenerationRequest, served: ServedModel, limits: Limits | None = None) -> Prompt:
+def read(asked: CountTokensRequest | GenerationRequest, known: PooledModel, limits: Limits | None = None) -> Prompt:
     """Prepare a prompt as a server does."""
 
     async def main() -> Prompt:
-        context = served.model.context_length
-        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, max_waiting=None)
+        loaded = loaded_model(known, limits)
         try:
-            work = partial(asked.make_prompt, served)
-            return await preparer.prepare(work, Reader(), "", inf)  # type: ignore[arg-type]
+            async with loaded.preparer.preparing(Reader(), "", inf) as work:  # type: ignore[arg-type]
+                return await asked.make_prompt(loaded, work)
         finally:
-            await preparer.close()
+            await loaded.preparer.close()
 
     return asyncio.run(main())
 

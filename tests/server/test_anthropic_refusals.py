@@ -75,7 +75,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
       "tool_choice": {"type": "any"}}, "tools[0]"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2**31}}, "thinking.budget_tokens: grammar"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2**31}}, "thinking.budget_tokens: is 2147483648"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
     ({"output_config": {"effort": "heroic"}}, "output_config.effort"),
 ]  # fmt: skip

@@ -77,7 +77,8 @@ def test_the_card_recommends_and_the_request_decides() -> None:
     with running() as server:
         defaults = {"thinking": THINKING, "not_thinking": NOT_THINKING}
         card = Card.model_validate({"name": "t", "family": "qwen3_5", "sampling_defaults": defaults})
-        object.__setattr__(server.served.info, "card", card)
+        server.known.card = card
+        object.__setattr__(server.served, "sampling", card.sampling_defaults)
         with server.http() as http:
             assert http.get("/v1/models").json()["data"][0]["sampling_defaults"] == defaults
         plain = ask(server, seed=3).choices[0].message.content

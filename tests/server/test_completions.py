@@ -140,9 +140,10 @@ def test_nothing_is_generated_past_max_tokens(client: OpenAI, most: int) -> None
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_without_a_limit_a_chat_may_go_on_to_the_end_of_the_context(client: OpenAI) -> None:
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}], ids=str)
+def test_without_a_limit_a_chat_may_go_on_to_the_end_of_the_context(client: OpenAI, limit: dict[str, int]) -> None:
     stop = alone(chat_tokens("hi"), max_tokens=60).text[-8:]
-    answer = client.chat.completions.create(model="tiny", messages=HI, stop=stop)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="tiny", messages=HI, stop=stop, **limit)  # type: ignore[call-overload]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 24
@@ -224,6 +225,13 @@ def test_unknown_fields_are_ignored_and_named(client: OpenAI) -> None:
     answer = chat(client, messages=messages, user="me", extra_body=extra)
     assert answer.generation_stats["ignored_fields"] == ["frobnicate", "messages[].name", "store", "user"]
     assert answer.choices[0].message.content == chat(client).choices[0].message.content
+
+
+def test_of_many_unknown_fields_some_are_named(client: OpenAI) -> None:
+    extra = {f"{i:03}": 1 for i in range(250)} | {"0" + "x" * 10**5: 1}
+    named = chat(client, extra_body=extra).generation_stats["ignored_fields"]
+    assert (len(named), named[0], named[-1]) == (101, "000", "and 151 more")
+    assert all(len(name) <= 100 for name in named)
 
 
 def test_more_drafts_than_the_model_has_are_clamped_and_reported(client: OpenAI) -> None:

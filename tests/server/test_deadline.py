@@ -4,14 +4,14 @@ import asyncio
 import time
 
 import pytest
-from running import CONTEXT, served_model, tiny, tokenizer, wait_until
+from running import CONTEXT, pooled_model, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.model_pool import ModelPool
-from headstart.server.request_handler import RunningRequest
+from headstart.server.running_request import RunningRequest
 from headstart.server.settings import Limits
 from headstart.server.states import ServerState
 
@@ -28,7 +28,7 @@ def test_tokens_generated_in_time_and_read_too_late_are_too_late() -> None:
     room.start()
 
     async def read_late() -> None:
-        late = answer(room, ModelPool.of_one(room, served_model()), seconds=0.2)
+        late = answer(room, ModelPool.of_one(room, pooled_model()), seconds=0.2)
         while late._events.empty():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
@@ -45,7 +45,7 @@ def test_a_sequence_without_a_listener_is_freed_at_the_deadline() -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
 
     async def never_read() -> None:
-        pool = ModelPool.of_one(room, served_model())
+        pool = ModelPool.of_one(room, pooled_model())
         room.start()
         late = answer(room, pool, seconds=0.1)
         await asyncio.sleep(0.3)

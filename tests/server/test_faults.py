@@ -65,6 +65,8 @@ def refuses(server: Running) -> bool:
         return not server.http().get("/health")
     except httpx.ConnectError:
         return True
+    except httpx.ReadError:  # accepted, and then ended
+        return False
 
 
 def is_marked(batch: Batch) -> bool:

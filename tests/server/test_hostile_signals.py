@@ -38,7 +38,7 @@ def answer(server: Target, prompt: str, **body: Any) -> str:
     """All of a stream but its id and times."""
     with server.http() as http:
         text = http.post("/v1/completions", json={"prompt": prompt} | body).text
-    chunks = [each.removeprefix("data: ") for each in text.split("\n\n") if each]
+    chunks = [each.removeprefix("data: ") for each in text.split("\n\n") if each.startswith("data: ")]
     assert chunks[-1] == "[DONE]"
     return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
 

@@ -11,12 +11,12 @@ import pytest
 from hostile import target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import Running, read, served_model, tokenizer
+from running import Running, loaded_model, pooled_model, read, tokenizer
 from tokenizers import Tokenizer
 
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
-from headstart.server.served_model import ServedModel
+from headstart.server.pooled_model import PooledModel
 from headstart.server.worker import Encoder
 
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer
@@ -30,8 +30,8 @@ USER = {"role": "user", "content": "Hello"}
 
 
 @cache
-def served() -> ServedModel:
-    return served_model()
+def known() -> PooledModel:
+    return pooled_model()
 
 
 @cache
@@ -42,7 +42,7 @@ def encoder() -> Encoder:
 def ids(request: type[Any], body: Body) -> list[int]:
     parsed = request.model_validate(body)
     (only,) = parsed.parts() if isinstance(parsed, CompletionRequest) else (parsed,)
-    return list(read(only, served()).tokens)
+    return list(read(only, known()).tokens)
 
 
 def controls(tokens: list[int]) -> list[int]:
@@ -191,7 +191,7 @@ def rendered(messages: list[Body], tools: list[Body] | None, **options: Any) -> 
 
 def tokens_of(messages: list[Body], tools: list[Body] | None) -> list[int]:
     options = {"enable_thinking": None, "add_generation_prompt": True, "continue_final_message": False}
-    text, mark = encoder().render(served().template._apply, (messages, tools, options))
+    text, mark = encoder().render(loaded_model(known()).template._apply, (messages, tools, options))
     return encoder().tokens(text, "chat", mark)
 
 

@@ -240,7 +240,7 @@ def test_a_model_that_cannot_see_says_so(server: Running) -> None:
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == ("messages[0].content[0]", "unsupported")
         assert "image input is not supported by this model" in error["message"]
-        assert "--images" in error["message"]
+        assert "config.json has no vision_config" in error["message"]
 
 
 def test_placeholders_in_a_text_are_text(seeing: Running) -> None:

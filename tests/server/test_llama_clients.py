@@ -9,6 +9,12 @@ import pytest
 from running import CONTEXT, Running, chat_tokens, tokenizer
 from scripted import ScriptedRoom, scripted
 
+from headstart.server.anthropic_request import MessagesRequest
+from headstart.server.llama_request import LlamaCompletionRequest
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.request_fields import RequestModel
+from headstart.server.responses_request import ResponsesRequest
+
 Here = tuple[Running, ScriptedRoom]
 HI = [{"role": "user", "content": "Hi"}]
 TALK = [*HI, {"role": "assistant", "content": "Hello th"}]
@@ -173,11 +179,38 @@ def test_what_gateways_ask(http: httpx.Client) -> None:
     assert asked["/props"]["default_generation_settings"]["n_ctx"] == CONTEXT
 
 
-def test_a_gateways_own_fields_and_nulls_are_accepted(here: Here, http: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, ChatCompletionRequest),
+        ("/v1/completions", {"prompt": "Hi"}, CompletionRequest),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}, MessagesRequest),
+        ("/v1/responses", {"input": "Hi"}, ResponsesRequest),
+        ("/completion", {"prompt": "Hi"}, LlamaCompletionRequest),
+    ],
+)
+def test_a_gateways_own_fields_and_nulls_are_accepted(
+    here: Here, http: httpx.Client, path: str, body: dict[str, Any], shape: type[RequestModel]
+) -> None:
     """As they re-serialise a request: every field that they know, null where it was absent, floats as integers."""
     here[1].scripts.append("Yes.")
-    body = {"messages": HI, "temperature": 1, "top_p": 1, "top_k": -1, "rid": "x", "stop": None, "priority": 0}
-    chat = http.post("/v1/chat/completions", json=body, headers={"X-SMG-Target": "tiny", "X-Priority": "9"}).json()
-    assert chat["generation_stats"]["ignored_fields"] == ["rid"]
-    assert here[1].requests[-1].params.top_k == 0
-    assert here[1].requests[-1].priority == 0
+    nulls = dict.fromkeys(shape.model_fields) | {"user": None, "routing_hint": None}
+    numbers = {"temperature": 1, "top_p": 1, "top_k": -1, "priority": 0}
+    headers = {"X-SMG-Target": "tiny", "X-Priority": "9"}
+    response = http.post(path, json=nulls | numbers | {"rid": "x"} | body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.json()["generation_stats"]["ignored_fields"] == ["rid"]
+    request = here[1].requests[-1]
+    assert (request.params.temperature, request.params.top_k, request.priority) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/loads", "/server_info", "/slots"])
+def test_a_gateways_headers_give_no_rights(path: str) -> None:
+    forged = {
+        "X-Forwarded-For": "127.0.0.1", "X-Real-IP": "127.0.0.1", "Forwarded": "for=127.0.0.1",
+        "X-Forwarded-User": "admin", "X-Authenticated-User": "admin", "X-Forwarded-Authorization": "Bearer sesame",
+        "X-SMG-Target": "tiny", "X-Internal-Request": "true",
+    }  # fmt: skip
+    with scripted(key="sesame") as (server, _), httpx.Client(base_url=server.url, headers=forged) as stranger:
+        method = "POST" if path.endswith("completions") else "GET"
+        assert stranger.request(method, path, json={"messages": HI}).status_code == 401

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import CONTEXT, Running, running, served_model, tiny, tokenizer, wait_until
+from running import CONTEXT, Running, pooled_model, running, tiny, tokenizer, wait_until
 
 from headstart.engine import DepthController, Engine, EngineThread, Event, FinishReason, Request, Stats
 from headstart.engine.copies import CopyIndex
@@ -20,7 +20,7 @@ from headstart.engine.request import Handle
 from headstart.limits import MAX_K
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.model_pool import ModelPool
-from headstart.server.request_handler import RunningRequest
+from headstart.server.running_request import RunningRequest
 from headstart.server.settings import Limits
 from headstart.server.states import ServerState
 from headstart.state import PrefixCache
@@ -98,7 +98,7 @@ def test_counts_are_the_sums_of_all_answers_stats() -> None:
 
 def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     """Otherwise drafts that are accepted together would look slow, or fast."""
-    pool = ModelPool.of_one(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())), served_model())
+    pool = ModelPool.of_one(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())), pooled_model())
     metrics = Metrics(ServerState(pool), pool)
     meter = Meter(metrics, pool.models[0], COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
@@ -122,7 +122,7 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
 )
 def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[FinishReason], outcome: str) -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
-    pool = ModelPool.of_one(room, served_model())
+    pool = ModelPool.of_one(room, pooled_model())
     (model,) = pool.models
 
     async def main() -> None:

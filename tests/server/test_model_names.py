@@ -9,11 +9,10 @@ import pytest
 from running import Running, running
 
 from checkpoints import write
-from headstart.checkpoint import read_layout
 from headstart.cli.serve_settings import ServeSettings
 from headstart.errors import RequestError
 from headstart.server.model_names import ModelNames
-from headstart.server.served_model import ModelInfo
+from headstart.server.pooled_model import PooledModel
 
 
 @contextmanager
@@ -49,9 +48,9 @@ def test_a_relative_folder_is_a_name_as_the_command_line_has_it(
 ) -> None:
     write(tmp_path / "models" / "mine", "dense")
     monkeypatch.chdir(tmp_path)
-    info = ModelInfo.of(read_layout(Path("models/mine")))
+    model = PooledModel.of(Path("models/mine"))
     names = ("mine", "models/mine", "models/mine/", str(tmp_path / "models/mine"), "mine/models", "other/mine")
-    assert [info.answers_to(name) for name in names] == [True, True, True, True, False, False]
+    assert [model.answers_to(name) for name in names] == [True, True, True, True, False, False]
 
 
 def test_any_name_may_mean_the_default_model() -> None:

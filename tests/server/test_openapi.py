@@ -27,7 +27,7 @@ ROUTES = {
     ("POST", "/v1/responses/compact"), ("POST", "/v1/chat/completions/input_tokens"), ("POST", "/v1/tokenize"),
     ("POST", "/v1/detokenize"), ("POST", "/v1/apply-template"), ("GET", "/props"), ("GET", "/version"),
     ("GET", "/model_info"), ("GET", "/get_model_info"), ("GET", "/server_info"), ("GET", "/get_server_info"),
-    ("GET", "/v1/loads"),
+    ("GET", "/v1/loads"), ("POST", "/v1/completion"), ("GET", "/slots"),
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ NAMED = ("/v1/embeddings", "/v1/models/load", "/v1/models/unload", "/v1/models/p
 WITH_BODY = [
     ("PATCH", "/v1/settings"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
     ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/responses/compact"), ("POST", "/v1/tokenize"),
-    ("POST", "/v1/detokenize"), ("POST", "/v1/apply-template"),
+    ("POST", "/v1/detokenize"), ("POST", "/v1/apply-template"), ("POST", "/v1/completion"),
 ]  # fmt: skip
 
 

@@ -53,6 +53,9 @@ def test_without_the_key_only_health_and_metrics_are_open() -> None:
         assert stranger.post("/v1/chat/completions", content=b"not even JSON").status_code == 401
         assert stranger.get("/health").status_code == 200
         assert stranger.get("/metrics").status_code == 200
+        probed = stranger.head("/health")
+        assert (probed.status_code, probed.content) == (200, b"")
+        assert stranger.head("/v1/models").status_code == 401
         for headers in (
             {"Authorization": "Bearer sesam"},
             {"Authorization": "Basic sesame"},

@@ -52,8 +52,11 @@ class Client:
 Work = Callable[[Preparation], Awaitable[Any]]
 
 
-def prepare(work: Work, preparer: Preparer, client: Client | None = None, *, name: str = "", **options: Any) -> Any:
-    return preparer.prepare(work, client or Client(), name, inf, **options)  # type: ignore[arg-type]
+async def prepare(
+    work: Work, preparer: Preparer, client: Client | None = None, *, name: str = "", **options: Any
+) -> Any:
+    async with preparer.preparing(client or Client(), name, inf, **options) as preparation:  # type: ignore[arg-type]
+        return await work(preparation)
 
 
 def run(test: Callable[[Preparer], Awaitable[Any]], limits: Limits | None = None, **options: Any) -> Any:

@@ -1,5 +1,6 @@
 """Requests that cannot be honoured, rejected in the format that the openai client turns into typed exceptions."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from headstart.checkpoint import load_model, load_tokenizer, read_layout
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.pooled_model import PooledModel
 from headstart.server.request_fields import RequestModel
-from headstart.server.served_model import ModelInfo, ServedModel
 from headstart.server.settings import Limits
 
 HI = [{"role": "user", "content": "hi"}]
@@ -66,6 +67,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
     ({"logit_bias": {"9999": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"num_draft_tokens": "deep"}, "num_draft_tokens"),
@@ -191,6 +194,13 @@ def test_a_body_without_its_content_type_is_refused_with_a_remedy(server: Runnin
     assert "Content-Type" in refused(response)["message"]
 
 
+def test_a_compressed_body_is_refused_with_a_remedy(server: Running) -> None:
+    with server.http() as http:
+        body = gzip.compress(json.dumps({"messages": HI}).encode())
+        response = http.post("/v1/chat/completions", content=body, headers={"Content-Encoding": "gzip"})
+    assert "without Content-Encoding" in refused(response)["message"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -218,11 +228,13 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
-        for path in ("/v1/audio/speech", "/v1/images/generations", "/rerank", "/completion"):
+        for path in ("/v1/audio/speech", "/v1/images/generations", "/rerank", "/infill"):
             message = refused(http.post(path, json={}), 404)["message"]
             assert message.startswith("no such endpoint. This server has /v1/chat/completions, /v1/completions")
         for answer in (http.get("/api/tags"), http.get("/api/v0/models")):
             assert refused(answer, 404)["message"].startswith("no such endpoint. The APIs of Ollama and LM Studio")
+        twice = refused(http.post("/v1/v1/chat/completions", json={}), 404)["message"]
+        assert "Leave /v1 out of the client's base URL" in twice
         refused(http.get("/v1/chat/completions"), 405)
         refused(http.post("/v1/requests/nobody/cancel"), 404)
 
@@ -300,9 +312,9 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    served = ServedModel.of(ModelInfo.of(read_layout(folder)), load_model(folder), load_tokenizer(folder))
+    known = PooledModel.of_loaded(read_layout(folder), load_model(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        read(ChatCompletionRequest.model_validate({"messages": HI}), served)
+        read(ChatCompletionRequest.model_validate({"messages": HI}), known)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail
 

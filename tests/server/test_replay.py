@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running, folder, running, served_model, wait_until
+from running import Running, folder, running, tiny, wait_until
 from typer.testing import CliRunner, Result
 
 from headstart.cli.main import app
 from headstart.server import fingerprint
 from headstart.server.fingerprint import Fingerprint
-from headstart.server.served_model import ModelInfo
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": ["red", "blue"]}}, "required": ["a"]}
 SCHEMA["additionalProperties"] = False
 TOOL = {"name": "paint", "parameters": SCHEMA}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+MESSAGE = {"messages": HELLO, "max_tokens": 80, "seed": 5}
+RESPONSE = {"input": "Hello", "max_output_tokens": 80, "temperature": 0}
 RECEIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": HELLO, "max_tokens": 40, "seed": 7, "temperature": 0.8}),
     "schema": (CHAT, {"messages": HELLO, "max_tokens": 60, "temperature": 0, "json_schema": SCHEMA}),
@@ -29,8 +31,18 @@ RECEIPTS: dict[str, tuple[str, dict[str, Any]]] = {
          "tools": [{"type": "function", "function": TOOL}]},
     ),
     "completion": ("/v1/completions", {"prompt": "Hello", "max_tokens": 40, "seed": 3, "temperature": 1, "n": 2}),
+    "completion, schema": ("/v1/completions", {"prompt": "A", "seed": 3, "max_tokens": 60, "json_schema": SCHEMA}),
     "message": ("/v1/messages", {"messages": HELLO, "max_tokens": 40, "seed": 5}),
+    "message, schema": ("/v1/messages", MESSAGE | {"output_config": {"format": FORMAT}}),
+    "message, tools": (
+        "/v1/messages",
+        MESSAGE | {"tool_choice": {"type": "any"}, "tools": [{"name": "paint", "input_schema": SCHEMA}]},
+    ),
     "response": ("/v1/responses", {"input": "Hello", "max_output_tokens": 40, "seed": 5, "temperature": 1}),
+    "response, schema": ("/v1/responses", RESPONSE | {"text": {"format": FORMAT | {"name": "colour"}}}),
+    "response, tools": (
+        "/v1/responses", RESPONSE | {"tool_choice": "required", "tools": [{"type": "function", **TOOL}]},
+    ),
 }  # fmt: skip
 
 
@@ -85,7 +97,7 @@ def test_what_was_changed_is_found(servers: tuple[Running, Running], tmp_path: P
     [
         ({"seed": None}, "neither a seed nor the temperature 0"),
         ({"previous_response_id": "resp_1"}, "whole conversations"),
-        ({"max_tokens": -1}, "refuses the request"),
+        ({"top_p": 5}, "refuses the request"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(
@@ -99,21 +111,19 @@ def test_what_cannot_be_replayed_is_refused(
     assert "holds no" in replay(servers[0], path).stderr
 
 
-def text_of(info: ModelInfo) -> str:
-    found = Fingerprint(info, served_model().model)
+def text_of(model: Path) -> str:
+    found = Fingerprint([model], tiny(True, 4096))
     wait_until(lambda: found.text)
     assert found.text is not None
     return found.text
 
 
 def test_a_fingerprint_says_which_part_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = served_model().info
-    same = text_of(info)
-    assert text_of(info) == same
-    copied = shutil.copytree(folder(True, 4096), tmp_path / "model")
-    moved = ModelInfo(**{**vars(info), "path": copied})
+    same = text_of(folder(True, 4096))
+    assert text_of(folder(True, 4096)) == same
+    moved = Path(shutil.copytree(folder(True, 4096), tmp_path / "model"))
     assert text_of(moved) == same
-    weights = next(copied.glob("*.safetensors"))
+    weights = next(moved.glob("*.safetensors"))
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
@@ -125,4 +135,5 @@ def test_a_fingerprint_says_which_part_differs(tmp_path: Path, monkeypatch: pyte
     kernel = next((tmp_path / "source").rglob("*.cu"))
     kernel.write_text(kernel.read_text() + " ")
     monkeypatch.setattr(fingerprint, "sources_part", lambda: fingerprint._digest(iter([kernel])))
-    assert [a == b for a, b in zip(text_of(info).split("-"), same.split("-"), strict=True)] == [True, False, True]
+    again = text_of(folder(True, 4096))
+    assert [a == b for a, b in zip(again.split("-"), same.split("-"), strict=True)] == [True, False, True]

@@ -64,8 +64,23 @@ BODIES: dict[str, dict[str, Body]] = {
         "tools": {"input": "x", "tools": [{"type": "function", **TOOL}], "tool_choice": "none"},
         "an unknown field": {"input": "x", **WIDE},
     },
+    "responses/compact": {
+        "messages": {"model": "tiny", "input": [EMPTY] * MAX_ITEMS},
+        "a long text": {"model": "tiny", "input": LONG},
+    },
+    "tokenize": {
+        "a long text": {"content": LONG},
+        "pieces": {"content": "word " * 1200, "with_pieces": True},
+    },
+    "detokenize": {"token ids": {"tokens": [5] * 130_000}},
 }  # fmt: skip
-CASES = [(path, name, stream) for path, bodies in BODIES.items() for name in bodies for stream in (False, True)]
+# Every body as a stream or not, in turn; the other way in the slow tests.
+CASES = [
+    pytest.param(path, name, stream, marks=[pytest.mark.slow] * (stream != bool(number % 2)))
+    for path, bodies in BODIES.items()
+    for number, name in enumerate(bodies)
+    for stream in (False, True)
+]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +139,7 @@ def test_no_slice_handles_a_whole_picture(seeing: Running, path: str, good: bool
 
 def test_no_slice_handles_many_chunks(here: tuple[Running, ScriptedRoom]) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "%b"}' % (b"x" * 100_000))
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "%b"}' % (b"x" * 40_000))
     with watched() as slices, connect(here[0].url) as client:
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
         assert client.recv(2**16).startswith(b"HTTP/1.1 400")

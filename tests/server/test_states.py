@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running import CONTEXT, HANG, Starting, folder, running, served_model, starting, wait_until
+from running import CONTEXT, HANG, Starting, folder, pooled_model, running, starting, wait_until
 
 import headstart.server.states
 from headstart.engine import DeviceThread
@@ -26,13 +26,13 @@ def client(start: Starting) -> httpx.Client:
 
 def slow_model(loads: threading.Event) -> PooledModel:
     """A model that is not read before `loads` is set."""
-    model, served = PooledModel.of(folder(True, CONTEXT), id="tiny"), served_model()
+    model, known = PooledModel.of(folder(True, CONTEXT), id="tiny"), pooled_model()
 
     def load(progress: Any) -> Model:
         assert loads.wait(HANG)
-        return served.model
+        return known.read()
 
-    return replace(model, load=load, load_tokenizer=lambda: served.tokenizer)
+    return replace(model, load=load, load_tokenizer=known.load_tokenizer)
 
 
 def health(http: httpx.Client) -> tuple[int, str, str | None]:
@@ -128,7 +128,7 @@ def test_a_failed_step_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(server.room.engine, "_step", step)
         http.post("/v1/completions", json=BODY)  # it ends with an error, or goes on
-        assert health(http)[:2] == (200, "degraded")
+        wait_until(lambda: health(http)[:2] == (200, "degraded"))
         assert str(health(http)[2]).startswith("memory ran out ")
 
 

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..engine import Request
 from ..sampling import GrammarSpec
 from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
-from .chat import Chat, Prompt, chat_prompt
+from .chat import Chat
 from .errors import refuse
 from .images import EncodedImage, ImagePart, parse_image_url, template_content
+from .loaded_model import LoadedModel
 from .prepare import Preparation
+from .prompt import Prompt, chat_prompt
 from .request_fields import (
     REASONING_BUDGETS,
     Arguments,
@@ -31,7 +32,6 @@ from .request_fields import (
     ToolName,
     reject_media,
 )  # fmt: skip
-from .served_model import ServedModel
 
 # Claude Code starts its system prompt with a line for Anthropic's billing that differs in every request, so that no
 # prompt would be found in the prefix cache. It means nothing to a model and is left out.
@@ -213,10 +213,10 @@ class CountTokensRequest(Cacheable):
         if self.tool_choice is not None and (self.tool_choice.type == "tool") == (self.tool_choice.name is None):
             refuse("tool_choice.name", "required with the type 'tool', and only with that")
 
-    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+    async def make_prompt(self, served: LoadedModel, work: Preparation) -> Prompt:
         return await chat_prompt(partial(self._chat, served), served, work)
 
-    def _chat(self, served: ServedModel) -> Chat:
+    def _chat(self, served: LoadedModel) -> Chat:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
         thinking = self.thinking or ThinkingConfig(type="adaptive")
         # Only a model that can think may choose to. Without the field the template's default holds.
@@ -248,10 +248,8 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     stop_sequences: Annotated[BoundedList[StopSequence], Field(max_length=MAX_STOPS)] | None = None
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        return Request(
-            prompt.tokens, self.sampling_params(prompt, stop=self.stop_sequences or ()), images=prompt.images
-        )
+    def params(self, left: int) -> dict[str, Any]:
+        return {"stop": self.stop_sequences or ()}
 
 
 def _texts(content: str | Iterable[RequestModel]) -> list[str]:

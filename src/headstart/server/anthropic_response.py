@@ -5,11 +5,8 @@ from typing import Any
 
 from ..engine import Event
 from .anthropic_request import MessagesRequest
-from .chat import Prompt
-from .errors import to_refusal
 from .markup import CALL, Delta, loads, merge
-from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
-from .served_model import ServedModel
+from .response import Events, ResponseWriter, TokenSpan, encode_json, new_id
 
 SIGNATURE = "headstart"  # of reasoning: nobody checks it, but clients keep only reasoning that has one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -17,11 +14,10 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 Json = dict[str, Any]
 
 
-class AnthropicWriter(ResponseWriter):
-    def __init__(self, body: MessagesRequest, prompt: Prompt, served: ServedModel):
-        super().__init__(body, prompt, served, "msg_")
-        self._max_tokens = body.max_tokens
-        self._output = ChoiceOutput(prompt)
+class AnthropicWriter(ResponseWriter[MessagesRequest]):
+    def __post_init__(self) -> None:
+        self._begin("msg_")
+        (self._output,) = self.outputs
         self._stop: str | None = None  # the stop sequence that ended it
 
     async def complete(self, events: Events) -> str:
@@ -32,22 +28,18 @@ class AnthropicWriter(ResponseWriter):
         return encode_json(message | {"generation_stats": self.generation_stats(self._output.stats)})
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
-        try:
-            usage = {**self._usage(), "input_tokens": len(self.prompt.tokens)}  # how much was cached is not known yet
-            message = self._message([], stop_reason=None, stop_sequence=None, usage=usage)
-            yield _event("message_start", message=message)
-            blocks = BlockStream()
-            async for event in events:
-                for delta in self._read(event):
-                    for part in blocks.add(delta):
-                        yield part
-            for part in blocks.close():
-                yield part
-            stats = self.generation_stats(self._output.stats)
-            yield _event("message_delta", delta=self._end(), usage=self._usage(), generation_stats=stats)
-            yield _event("message_stop")
-        except Exception as error:  # the status has been sent
-            yield _event(**to_refusal(error).anthropic_body)
+        usage = {**self._usage(), "input_tokens": len(self.prompt.tokens)}  # how much was cached is not known yet
+        yield _event("message_start", message=self._message([], stop_reason=None, stop_sequence=None, usage=usage))
+        blocks = BlockStream()
+        async for event in events:
+            for delta in self._read(event):
+                for part in blocks.add(delta):
+                    yield part
+        for part in blocks.close():
+            yield part
+        stats = self.generation_stats(self._output.stats)
+        yield _event("message_delta", delta=self._end(), usage=self._usage(), generation_stats=stats)
+        yield _event("message_stop")
 
     def sign(self, done: int, total: int) -> str:
         return _event("ping")
@@ -65,7 +57,7 @@ class AnthropicWriter(ResponseWriter):
         stop_reason = STOP_REASONS.get(reason or "", reason)
         if self._stop is not None:
             stop_reason = "stop_sequence"
-        elif reason == "length" and self._output.stats.generation_tokens < self._max_tokens:
+        elif reason == "length" and self._output.stats.generation_tokens < self.body.max_tokens:
             stop_reason = "model_context_window_exceeded"
         return {"stop_reason": stop_reason, "stop_sequence": self._stop}
 

@@ -3,6 +3,7 @@
 The model writes the summary. System messages stay, and the latest of the user's, which are what it was asked to do.
 """
 
+import asyncio
 import time
 from typing import Any
 
@@ -31,7 +32,8 @@ class CompactRequest(RequestModel):
     def conversation(self) -> ResponsesRequest:
         """Return a request that holds the conversation, or what is added to the one that it continues."""
         fields = self.model_dump(include={"model", "instructions", "previous_response_id"})
-        return ResponsesRequest(**fields, input=self.input or [], store=False)
+        begun = ResponsesRequest(**fields, input=[], store=False)
+        return begun.model_copy(update={"input": self.input or []})  # as it is: it was validated with the body
 
 
 def ask_for_summary(conversation: ResponsesRequest) -> ResponsesRequest:
@@ -53,6 +55,9 @@ class CompactionWriter(ResponsesWriter):
         messages = [item for item in self._items.items if item["type"] == "message"]
         if not (summary := "".join(message["content"][0]["text"] for message in messages).strip()):
             refuse("input", "the model wrote no summary: continue with the conversation as it is", "no_summary")
+        return await asyncio.to_thread(self._compacted, summary)  # of what the client sent, which may be long
+
+    def _compacted(self, summary: str) -> str:
         compaction = {"type": "compaction", "id": new_id("cmp_"), "encrypted_content": seal(summary)}
         compacted = {
             "id": self.id,

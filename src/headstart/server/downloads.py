@@ -61,7 +61,7 @@ class Downloads:
 
     def can_remove(self, model: PooledModel) -> bool:
         """Return whether clients may delete a model: one in the Hugging Face cache, not the first, not pinned."""
-        return not model.pinned and model is not self._pool.models[0] and hub_id(model.info.path) is not None
+        return not model.pinned and model is not self._pool.models[0] and hub_id(model.path) is not None
 
     async def remove(self, model: PooledModel) -> None:
         """Unload a model that no request uses, and delete its files."""
@@ -70,7 +70,7 @@ class Downloads:
                 "model", f"{model.id} stays: it is the first, pinned, or not in the Hugging Face cache", "unsupported"
             )
         await self._pool.remove(model)
-        await asyncio.to_thread(remove, str(hub_id(model.info.path)))
+        await asyncio.to_thread(remove, str(hub_id(model.path)))
         self._all.pop(model.id, None)
 
     async def _run(self, download: Download) -> None:

@@ -1,6 +1,5 @@
 """Errors as HTTP responses, in the shape that the clients of each API turn into their typed exceptions."""
 
-import json
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, NoReturn
@@ -8,6 +7,7 @@ from typing import Any, NoReturn
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..error_log import log_error
@@ -16,6 +16,7 @@ from .log import LOG
 
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's shape is used here and below
 RESPONSES_ROUTE = "/v1/responses"
+LLAMA_ROUTE = "/v1/completion"
 OPENAI_TYPES = {
     401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
     500: "server_error", 503: "unavailable_error",
@@ -26,6 +27,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 
 # The engine's names of fields that the API calls otherwise.
 API_FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}
+
+MOST_SAID, MOST_NAMED = 2000, 100  # characters of a message, which may quote a body, and of a field's name
 
 
 class Refusal(HTTPException):
@@ -40,8 +43,8 @@ class Refusal(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(status, message, headers)
-        self.param = param
+        super().__init__(status, message if len(message) <= MOST_SAID else f"{message[: MOST_SAID - 2]} …", headers)
+        self.param = param and param[:MOST_NAMED]
         self.code = code
 
     @property
@@ -63,13 +66,18 @@ class Refusal(HTTPException):
         if path == RESPONSES_ROUTE:
             data = {"type": "error", "code": self.code, "message": self.detail, "param": self.param}
             # Open Responses has them in an object of their own.
-            return f"event: error\ndata: {json.dumps({**data, **self.openai_body, 'sequence_number': 0})}\n\n"
+            return f"event: error\ndata: {_to_json({**data, **self.openai_body, 'sequence_number': 0})}\n\n"
         if path == MESSAGES_ROUTE:
-            return f"event: error\ndata: {json.dumps(self.anthropic_body)}\n\n"
-        return f"data: {json.dumps(self.openai_body)}\n\ndata: [DONE]\n\n"
+            return f"event: error\ndata: {_to_json(self.anthropic_body)}\n\n"
+        done = "" if path == LLAMA_ROUTE else "data: [DONE]\n\n"
+        return f"data: {_to_json(self.openai_body)}\n\n{done}"
 
     def _type(self, types: dict[int, str]) -> str:
         return types.get(self.status_code, "invalid_request_error" if self.status_code < 500 else types[500])
+
+
+def _to_json(value: dict[str, Any]) -> str:
+    return to_json(value).decode()
 
 
 def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
@@ -117,8 +125,10 @@ async def respond_to_error(http: Request, error: Exception) -> JSONResponse:
     """Return the response to a request that raised an error."""
     path = http.scope["path"]
     if isinstance(error, StarletteHTTPException) and error.detail == "Not Found":
-        foreign = "The APIs of Ollama and LM Studio are not served. " if path.startswith("/api/") else ""
-        others = f"{foreign}This server has {', '.join(ENDPOINTS)}; /openapi.json lists all"
+        known = {"/api/": "The APIs of Ollama and LM Studio are not served. ",
+                 "/v1/v1/": "Leave /v1 out of the client's base URL. "}  # fmt: skip
+        hint = next((hint for start, hint in known.items() if path.startswith(start)), "")
+        others = f"{hint}This server has {', '.join(ENDPOINTS)}; /openapi.json lists all"
         error = Refusal(404, f"no such endpoint. {others}", headers=error.headers)
     return to_refusal(error).response(path)
 

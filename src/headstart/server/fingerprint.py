@@ -8,15 +8,11 @@ from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from .. import __version__
-
-if TYPE_CHECKING:
-    from ..models import Model
-    from .served_model import ModelInfo
+from ..models import Model
 
 PACKAGES = ("kernels", "models", "sampling", "state")  # whose sources compute
 LIBRARIES = ("mlx", "mlx-lm", "transformers", "tokenizers", "llguidance")
@@ -32,19 +28,19 @@ class Fingerprint:
     The files are read in a thread of their own, seconds for a large model.
     """
 
-    def __init__(self, info: "ModelInfo", model: "Model"):
+    def __init__(self, folders: list[Path], model: Model):
+        """`folders`: of the model and of its adapters."""
         self.text: str | None = None  # until the files have been read
-        self._info, self._model = info, model
+        self._folders, self._model = folders, model
         Thread(target=self._compute, name="fingerprint", daemon=True).start()
 
     def _compute(self) -> None:
-        folders = [self._info.path, *(each.path for each in self._info.adapters)]
         with suppress(OSError):  # it remains unknown
-            parts = (_digest(files_of(folders)), compute_part(self._model), versions_part())
+            parts = (_digest(files_of(self._folders)), compute_part(self._model), versions_part())
             self.text = "b" + "-".join(part[:LENGTH] for part in parts)
 
 
-def compute_part(model: "Model") -> str:
+def compute_part(model: Model) -> str:
     """Return the digest of the sources that compute, and of where and how they do."""
     device = mx.device_info()
     backend = THREADS.sub("", str(model.backend))

@@ -32,7 +32,7 @@ HOST_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: all its threads share one interpreter
 API_PREFIX = "/v1/"  # of all routes that have a body; elsewhere a body is not read
 WITHOUT_PREFIX = (  # where paths begin that clients also send without it
-    "chat", "completions", "responses", "messages", "models", "embeddings", "tokenize", "detokenize",
+    "chat", "completions", "completion", "responses", "messages", "models", "embeddings", "tokenize", "detokenize",
     "apply-template",
 )  # fmt: skip
 CLOSE = {"Connection": "close"}
@@ -202,6 +202,8 @@ class RequestChecks:
                 return
             if scope["path"] not in HEALTH_PATHS:
                 await self.state.wait_for_models()
+            if scope["method"] == "HEAD":  # load balancers ask for /health so; uvicorn leaves out the body
+                scope = {**scope, "method": "GET"}
             if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
                 scope["state"]["body"] = await self._read(receive)  # see bodies.py
         await self.app(scope, receive, send)
@@ -219,6 +221,9 @@ class RequestChecks:
         if declared and "transfer-encoding" in headers:  # a proxy may trust the one, and we the other
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise Refusal(400, message, code="invalid_http", headers=CLOSE)
+        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+            message = f"the body is compressed ({encoding[:50]}): send it as it is, without Content-Encoding"
+            raise Refusal(400, message, code="invalid_json", headers=CLOSE)
         self._check_size(int(declared) if declared.isdecimal() else 0)
 
     async def _read(self, receive: Receive) -> bytearray:

@@ -16,9 +16,10 @@ class ModelNames:
 
     def use(self, aliases: Mapping[str, str], default: str | None) -> None:
         """Let clients use other names too: those of `aliases`, and with a `default` any name."""
-        for name in (*aliases.values(), *([default] if default is not None else [])):
-            if self._named(name) is None:
-                raise RequestError(f"MODEL: {name} is not one of the models that are served")
+        named = {f"--model-alias {alias}": name for alias, name in aliases.items()} | {"--default-model": default}
+        for option, name in named.items():
+            if name is not None and self._named(name) is None:
+                raise RequestError(f"{option}: {name} is not one of the models that are served")
         if taken := next((name for name in aliases if self._named(name) is not None), None):
             raise RequestError(f"--model-alias {taken}: a model that is served has this name")
         self._aliases, self._default = dict(aliases), default
@@ -43,4 +44,4 @@ class ModelNames:
         return found
 
     def _named(self, name: str) -> PooledModel | None:
-        return next((each for each in self._models if each.info.answers_to(name) or each.info.adapter_of(name)), None)
+        return next((each for each in self._models if each.answers_to(name) or each.adapter_of(name)), None)

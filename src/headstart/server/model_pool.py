@@ -19,7 +19,6 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint import Needs
 from ..engine import DeviceThread, Engine, EngineThread
 from ..engine.memory import MAX_PREFIX_CACHE, memory_for_prefixes
 from ..engine.prefix_disk import PrefixOptions
@@ -28,11 +27,10 @@ from ..errors import Busy, HeadstartError, RequestError
 from ..host import give_back_memory
 from ..models.memory import SHARE
 from .errors import Refusal
+from .loaded_model import LoadedModel
 from .log import LOG
 from .model_names import ModelNames
-from .pooled_model import LoadedModel, PooledModel
-from .prepare import Preparer
-from .served_model import ServedModel
+from .pooled_model import PooledModel
 from .settings import Limits
 
 IDLE_SECONDS = 1.0
@@ -74,12 +72,11 @@ class ModelPool:
             self.add(model)
 
     @classmethod
-    def of_one(cls, thread: EngineThread, served: ServedModel, limits: Limits | None = None) -> "ModelPool":
-        """Return the pool of a server that has one model, which is loaded."""
-        load, load_tokenizer = (lambda progress: served.model), (lambda: served.tokenizer)
-        model = PooledModel(served.info, load, load_tokenizer, Needs(0, 0), pinned=True)
+    def of_one(cls, thread: EngineThread, model: PooledModel, limits: Limits | None = None) -> "ModelPool":
+        """Return the pool of a server that has one model, which is loaded and stays."""
+        model.pinned = True
         pool = cls(thread.device, [model], limits=limits, max_queue=thread.engine.scheduler.queue.max_size)
-        pool.put(model, served, thread)
+        model.put(thread, pool.limits)
         return pool
 
     def add(self, model: PooledModel) -> None:
@@ -92,15 +89,6 @@ class ModelPool:
                 min(MAX_PREFIX_CACHE, suggested) if self._prefix_bytes is None else self._prefix_bytes
             )
         self.models.append(model)
-
-    def put(self, model: PooledModel, served: ServedModel, thread: EngineThread) -> None:
-        """Take up a model that has just been loaded."""
-        context, most = served.model.context_length, thread.engine.scheduler.queue.max_size
-        preparer = Preparer(served.tokenizer, self.limits, context=context, max_waiting=most)
-        thread.settings = model.settings or thread.settings
-        model.loaded = LoadedModel(served, thread, preparer)
-        model.loads += 1
-        _ = served.fingerprint  # begins to read the files
 
     def start(self) -> None:
         """Start the device's thread and what loads models, in the event loop."""
@@ -166,11 +154,6 @@ class ModelPool:
         model.requests -= 1
         model.used_at = asyncio.get_running_loop().time()
         self._changed.set()
-
-    def abandon(self, model: PooledModel, acquired: "asyncio.Future[LoadedModel]") -> None:
-        """Cancel an `acquire`, or release the model if it has been acquired."""
-        if not acquired.cancel() and not acquired.cancelled() and acquired.exception() is None:
-            self.release(model)
 
     async def unload(self, model: PooledModel) -> None:
         """Unload a model that no request uses."""
@@ -267,7 +250,7 @@ class ModelPool:
         try:
             tokenizer = await asyncio.to_thread(model.load_tokenizer)
             loading = self.device.call(partial(self._load_on_device, model, tokenizer))
-            self.put(model, *await asyncio.wrap_future(loading))
+            model.put(await asyncio.wrap_future(loading), self.limits)
         except Exception as error:
             if not isinstance(error, HeadstartError):
                 log_error(LOG, "a model could not be loaded", error=error)
@@ -283,23 +266,23 @@ class ModelPool:
             if each is model or each.loaded is not None:
                 _end_wait(each)
 
-    def _load_on_device(self, model: PooledModel, tokenizer: TokenizerWrapper) -> tuple[ServedModel, EngineThread]:
+    def _load_on_device(self, model: PooledModel, tokenizer: TokenizerWrapper) -> EngineThread:
         def report(share: float) -> None:
             model.progress = share
             self.device.give_way()
 
-        served = ServedModel.of(model.info, model.load(report), tokenizer)
+        read = model.read(report)
         if self.budget is None:
             model.prefix_bytes = memory_for_prefixes() if self._prefix_bytes is None else self._prefix_bytes
         engine = Engine(
-            served.model,
+            read,
             tokenizer,
-            prefix=self._prefix_options.open(model.prefix_bytes, served.model),
+            prefix=self._prefix_options.open(model.prefix_bytes, read),
             memory_limit=self.device.memory,
             max_sequences=self.max_sequences,
             max_queue=self.max_queue,
         )
-        return served, EngineThread(engine, self.device)
+        return EngineThread(engine, self.device)
 
     async def _unload(self, model: PooledModel) -> None:
         assert model.loaded is not None

@@ -1,48 +1,50 @@
 """Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field
 
-from ..engine import Request
 from ..sampling import GrammarSpec
-from ..sampling_params import MAX_BIASES, MAX_STOPS, MAX_TOP_LOGPROBS
-from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
+from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
+from .chat import Chat
 from .errors import refuse
 from .images import EncodedImage, ImagePart, parse_image_url, template_content
+from .loaded_model import LoadedModel
 from .prepare import Preparation
+from .prompt import Prompt, TextPrompt, chat_prompt, text_prompt
 from .request_fields import (
+    NO_EFFECT,
     REASONING_BUDGETS,
     Arguments,
     BoundedList,
+    Effort,
     JsonObject,
     Penalty,
     ProgressRequest,
     RequestModel,
+    Stops,
     Text,
+    TokenLimit,
     ToolList,
     ToolName,
+    as_tuple,
     reject_media_part,
 )  # fmt: skip
-from .served_model import ServedModel
 
-UNSUPPORTED = ("best_of", "echo", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
+UNSUPPORTED = {"best_of": (*NO_EFFECT, 1)} | dict.fromkeys(
+    ("echo", "suffix", "functions", "function_call", "modalities", "prompt_logprobs"), NO_EFFECT
+)
 CHAT_ONLY = (
     "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
     "top_logprobs",
 )  # fmt: skip
 MAX_CHOICES = 16
+NO_LIMIT = -1  # of max_tokens, as LM Studio and llama.cpp have it
 MAX_ANSWERS = 128  # to a list of prompts
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(strict=False)]  # names in JSON are strings
-
-
-def _reject_no_text(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        raise ValueError("Arguments should be the text of a JSON object")
-    return arguments
 
 
 class TextPart(RequestModel):
@@ -68,7 +70,7 @@ ContentPart = Annotated[TextPart | ImageUrlPart, Field(discriminator="type"), Be
 
 class FunctionCall(RequestModel):
     name: Text
-    arguments: Annotated[Arguments, BeforeValidator(_reject_no_text, json_schema_input_type=str)] = Field({})
+    arguments: Arguments = Field({}, description="The text of a JSON object, or the object.")
 
 
 class OpenAIToolCall(RequestModel):
@@ -157,7 +159,7 @@ class OpenAIRequest(ProgressRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="Choices for one prompt, which is prefilled once."
     )
-    stop: Text | Annotated[BoundedList[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )
@@ -168,7 +170,7 @@ class OpenAIRequest(ProgressRequest):
     stream_options: StreamOptions | None = None
     include_origins: bool | None = Field(None, description="Report how each token was generated.")
 
-    unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
+    unsupported = UNSUPPORTED
 
     def check(self) -> None:
         super().check()
@@ -190,29 +192,40 @@ class OpenAIRequest(ProgressRequest):
             refuse(fields[1], f"{' and '.join(fields)} cannot be combined: leave out one of them")
         return given[fields[0]], fields[0]
 
-    def _request(self, prompt: Prompt, max_tokens: int, top_logprobs: int | None) -> Request:
-        """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report."""
-        params = self.sampling_params(
-            prompt,
-            max_tokens=max_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            logit_bias=self.logit_bias,
-            logprobs=top_logprobs is not None,
-            top_logprobs=top_logprobs or 0,
-        )
-        return Request(prompt.tokens, params, n=self.n or 1, images=prompt.images)
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def reported(self) -> int | None:
+        """Return how many of the most probable tokens to report beside each token; None: no report."""
+        raise NotImplementedError
+
+    def params(self, left: int) -> dict[str, Any]:
+        most, top = self.most_tokens, self.reported
+        return {
+            "max_tokens": left if most in (None, NO_LIMIT) else most,
+            "stop": as_tuple(self.stop),
+            "logit_bias": self.logit_bias or {},
+            "logprobs": top is not None,
+            "top_logprobs": top or 0,
+        }
 
 
 class ChatCompletionRequest(OpenAIRequest):
     messages: BoundedList[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, description="The same as max_tokens, and comes before it.")
+    max_completion_tokens: TokenLimit | None = Field(None, description="max_tokens, and comes before it.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ToolList[OpenAITool] | None = None
     tool_choice: Literal["none", "auto", "required"] | OpenAITool | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call, where one is required.")
     enable_thinking: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_budget: int | None = Field(None, description="Most tokens of reasoning.")
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = Field(None, description="False: end the prompt with the last message.")
@@ -227,13 +240,15 @@ class ChatCompletionRequest(OpenAIRequest):
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs: true")
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = context - len(prompt.tokens)
-        return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+    @property
+    def reported(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    async def make_prompt(self, served: LoadedModel, work: Preparation) -> Prompt:
         return await chat_prompt(self._chat, served, work)
 
     def _chat(self) -> Chat:
@@ -286,7 +301,7 @@ class CompletionRequest(OpenAIRequest):
         None, description="False: the text of an added token, such as <|im_end|>, is plain text in `prompt`."
     )
 
-    unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
+    unsupported = UNSUPPORTED | dict.fromkeys(CHAT_ONLY, NO_EFFECT)
 
     def check(self) -> None:
         super().check()
@@ -303,11 +318,15 @@ class CompletionRequest(OpenAIRequest):
             return ()
         return cast(Sequence[TextPrompt], self.prompt)
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
-        return self._request(prompt, max_tokens, self.logprobs)
+    @property
+    def most_tokens(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
-    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+    @property
+    def reported(self) -> int | None:
+        return self.logprobs
+
+    async def make_prompt(self, served: LoadedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
         prompt = cast(TextPrompt, self.prompt)  # one of its `parts`
         grammar = await work.run(self.requested_grammar)

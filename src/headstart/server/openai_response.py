@@ -6,37 +6,28 @@ from itertools import accumulate
 from typing import Any
 
 from ..engine import Stats
-from .chat import Prompt
-from .errors import to_refusal
 from .markup import Delta
 from .openai_request import ChatCompletionRequest, CompletionRequest
-from .response import ChoiceOutput, Events, OutputToken, ResponseWriter, TokenSpan, encode_json, new_id
-from .served_model import ServedModel
-
-MIN_LOGPROB = -9999.0  # as OpenAI has it: JSON has no infinity
+from .response import MIN_LOGPROB, ChoiceOutput, Events, OutputToken, ResponseWriter, TokenSpan, encode_json, new_id
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 
-class OpenAIWriter(ResponseWriter):
-    def __init__(self, body: ChatCompletionRequest | CompletionRequest, prompt: Prompt, served: ServedModel):
+class OpenAIWriter(ResponseWriter[ChatCompletionRequest | CompletionRequest]):
+    def __post_init__(self) -> None:
+        body, self._created = self.body, int(time.time())
         self._is_chat = isinstance(body, ChatCompletionRequest)
-        super().__init__(body, prompt, served, "chatcmpl-" if self._is_chat else "cmpl-")
-        self._created = int(time.time())
+        self._begin("chatcmpl-" if self._is_chat else "cmpl-")
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
-        self._return_progress, self._timings_per_token = bool(body.return_progress), bool(body.timings_per_token)
         self._include_origins = bool(body.include_origins)
-        self._logprobs = body.logprobs is not None and body.logprobs is not False
-        self._n = body.n or 1  # choices for each prompt
-        self._choices = [ChoiceOutput(prompt, i) for i in range(self._n * len(body.parts()))]
 
     async def complete(self, events: Events) -> str:
         async for event in events:
-            choice = self._choices[event.choice]
+            choice = self.outputs[event.choice]
             choice.unsent += choice.read(event)
         choices = []
-        for choice in self._choices:
+        for choice in self.outputs:
             span = TokenSpan.join(choice.unsent)
             if self._is_chat:
                 output: Json = {"message": _message(span.deltas)}
@@ -46,30 +37,25 @@ class OpenAIWriter(ResponseWriter):
         return encode_json(self._envelope(choices, "", usage=self._usage(), **self._stats()))
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
-        try:
-            async for chunk in self._chunks(events):
-                yield f"data: {encode_json(chunk)}\n\n"
-        except Exception as error:  # the status has been sent
-            yield f"data: {encode_json(to_refusal(error).openai_body)}\n\n"
+        async for chunk in self._chunks(events):
+            yield f"data: {encode_json(chunk)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, events: Events) -> AsyncIterator[Json]:
         if self._is_chat:
-            for choice in self._choices:
+            for choice in self.outputs:
                 delta = {"role": "assistant", "content": None}
                 yield self._envelope([{"index": choice.index, "delta": delta, "finish_reason": None}])
-        unfinished = len(self._choices)
+        unfinished = len(self.outputs)
         async for event in events:
-            choice = self._choices[event.choice]
-            read = event.prompt_processed or event.tokens
-            if self._return_progress and read and not choice.stats.generation_tokens:
-                for progress in self.prompt_progress(event):
-                    yield self._progress(choice.index, progress)
+            choice = self.outputs[event.choice]
+            for progress in self.prompt_progress(event):
+                yield self._progress(choice.index, progress)
             spans = choice.read(event)
             # A chunk per step, or with origins one per token, so that each text is beside its origin.
             for span in spans if self._include_origins else [TokenSpan.join(spans)]:
                 for part in self._parts(choice, span):
-                    yield self._envelope([part], **self._timings(choice))
+                    yield self._envelope([part], **self.timings_per_token(choice))
             if event.finish_reason is None:
                 continue
             unfinished -= 1
@@ -79,9 +65,6 @@ class OpenAIWriter(ResponseWriter):
             yield self._envelope([last], **(self._stats() if is_last else {}))
         if self._usage_in_stream:
             yield self._envelope([], usage=self._usage(), **self._stats())
-
-    def _timings(self, choice: ChoiceOutput) -> Json:
-        return {"timings": self.timings(choice.stats)} if self._timings_per_token else {}
 
     def _progress(self, index: int, progress: Json) -> Json:
         """Return the chunk that llama.cpp's server sends when more of a prompt is read, and when all of it is."""
@@ -106,13 +89,21 @@ class OpenAIWriter(ResponseWriter):
 
     def _choice(self, choice: ChoiceOutput, text: Json, span: TokenSpan, finish_reason: str | None) -> Json:
         logprobs = None
-        if self._logprobs and span.tokens and self._is_chat:
-            logprobs = _chat_logprobs(span.tokens, self.served.token_bytes)
-        elif self._logprobs and span.tokens:
+        if self.body.reported is not None and span.tokens and self._is_chat:
+            logprobs = self._chat_logprobs(span.tokens)
+        elif self.body.reported is not None and span.tokens:
             logprobs = _completion_logprobs(span.tokens, choice.sent_characters, self.served.token_bytes)
             choice.sent_characters += sum(len(token.text) for token in span.tokens)
         origins = {"origins": [token.origin for token in span.tokens]} if self._include_origins else {}
         return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": finish_reason, **origins}
+
+    def _chat_logprobs(self, tokens: list[OutputToken]) -> Json:
+        content = [
+            self.logprob(token.id, found.logprob) | {"top_logprobs": [self.logprob(*best) for best in found.top]}
+            for token in tokens
+            if (found := token.logprobs) is not None
+        ]
+        return {"content": content, "refusal": None}
 
     def _envelope(self, choices: list[Json], suffix: str = ".chunk", **end: Any) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
@@ -121,22 +112,23 @@ class OpenAIWriter(ResponseWriter):
         return {**envelope, "choices": choices, **end}
 
     def _stats(self) -> Json:
-        stats = Stats.of([choice.stats for choice in self._choices])
+        stats = Stats.of([choice.stats for choice in self.outputs])
         return {"timings": self.timings(stats), "generation_stats": self.generation_stats(stats)}
 
     def _usage(self) -> Json:
         """Return the tokens of all choices and of the prompts, each of which was prefilled once."""
-        stats = [choice.stats for choice in self._choices]
-        prompt_tokens = sum(each.prompt_tokens for each in stats[:: self._n])
+        stats = [choice.stats for choice in self.outputs]
+        prompts = stats[:: self.body.answers]
+        prompt_tokens = sum(each.prompt_tokens for each in prompts)
         generated = sum(each.generation_tokens for each in stats)
         accepted = sum(each.accepted_draft_tokens for each in stats)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(each.prefix_cache_hit for each in stats[:: self._n])},
+            "prompt_tokens_details": {"cached_tokens": sum(each.prefix_cache_hit for each in prompts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self._choices),
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.outputs),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(each.proposed_draft_tokens for each in stats) - accepted,
             },
@@ -168,20 +160,6 @@ def _delta(delta: Delta) -> Json:
             call = {"index": delta.index, "id": new_id("call_"), "type": "function", "function": function}
             return {"tool_calls": [call]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
-
-
-def _chat_logprobs(tokens: list[OutputToken], token_bytes: TokenBytes) -> Json:
-    def entry(id: int, logprob: float) -> Json:
-        spelling = token_bytes(id)
-        text = spelling.decode(errors="replace")
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelling)}
-
-    content = [
-        {**entry(token.id, found.logprob), "top_logprobs": [entry(*best) for best in found.top]}
-        for token in tokens
-        if (found := token.logprobs) is not None
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _completion_logprobs(tokens: list[OutputToken], offset: int, token_bytes: TokenBytes) -> Json:

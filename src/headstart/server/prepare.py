@@ -8,7 +8,8 @@ is up. Clients take turns at both threads and processes, and neither waits for t
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn, TypeVar
@@ -35,8 +36,32 @@ SMALL = 2**15  # characters: takes at most 0.1 s to tokenise
 
 def timed_out(limits: Limits) -> Refusal:
     """Return the refusal of a request that has not ended by its deadline."""
-    message = f"request not finished within {limits.request_seconds:g} s: ask for fewer tokens"
+    return _too_late(f"request not finished within {limits.request_seconds:g} s: ask for fewer tokens")
+
+
+def _too_late(message: str) -> Refusal:
     return Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})  # it would fail again
+
+
+@asynccontextmanager
+async def waiting(http: HTTPRequest, until: float, late: Refusal) -> AsyncIterator[None]:
+    """Cancel what the block waits for when the client disconnects, or at a time by the event loop's clock."""
+    limit = asyncio.timeout_at(until)
+
+    async def watch() -> None:
+        await disconnected(http)
+        limit.reschedule(0.0)  # now
+
+    watcher = asyncio.create_task(watch())
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Refusal(499, "client disconnected", code="gone") if watcher.done() else late from None
+    finally:
+        watcher.cancel()
 
 
 class Preparer:
@@ -77,42 +102,27 @@ class Preparer:
     def _longest_token(self) -> int:
         return max(len(token.encode()) for token in self.tokenizer.get_vocab())
 
-    async def prepare(
-        self,
-        make: "Callable[[Preparation], Awaitable[Result]]",
-        http: HTTPRequest,
-        client: str,
-        deadline: float,
-        *,
-        counting: bool = False,
-    ) -> Result:
-        """Return what `make` makes. It is cancelled when the client disconnects or the time is up.
+    @asynccontextmanager
+    async def preparing(
+        self, http: HTTPRequest, client: str, deadline: float, *, counting: bool = False
+    ) -> AsyncIterator["Preparation"]:
+        """Prepare a prompt in this block, until the client disconnects or the time is up.
 
         Args:
             deadline: of the whole request, by the event loop's clock.
             counting: accept a prompt that is too long for the model, to count its tokens.
         """
         self._check_busy(client)
-        making = asyncio.ensure_future(make(Preparation(self, client, counting)))
-        gone = asyncio.create_task(disconnected(http))
+        now, seconds = asyncio.get_running_loop().time(), self.limits.prepare_seconds
+        late = f"prompt not prepared within {seconds:g} s: shorten it"
+        refusal = _too_late(late) if now + seconds < deadline else timed_out(self.limits)
         self._in_progress[client] += 1
         try:
-            left = deadline - asyncio.get_running_loop().time()
-            timeout = min(self.limits.prepare_seconds, left)
-            await asyncio.wait((making, gone), timeout=max(0.0, timeout), return_when=asyncio.FIRST_COMPLETED)
-            if making.done():
-                return making.result()
-            if gone.done():
-                raise Refusal(499, "client disconnected", code="gone")
-            if left <= self.limits.prepare_seconds:
-                raise timed_out(self.limits)
-            message = f"prompt not prepared within {self.limits.prepare_seconds:g} s: shorten it"
-            raise Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})
+            async with waiting(http, min(now + seconds, deadline), refusal):
+                yield Preparation(self, client, counting)
         finally:
             self._in_progress[client] -= 1
             self._in_progress += Counter()  # drops clients that have none
-            making.cancel()
-            gone.cancel()
 
     def _check_busy(self, client: str) -> None:
         if self._max_waiting is None:

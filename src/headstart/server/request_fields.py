@@ -14,13 +14,14 @@ from pydantic_core import PydanticCustomError, from_json
 from ..engine import Request
 from ..limits import MAX_K
 from ..sampling import SamplingParams
-from .chat import Prompt
+from ..sampling_params import MAX_STOPS
 from .errors import refuse
+from .loaded_model import LoadedModel
 from .markup import loads, nested_too_deeply
 from .prepare import Preparation
-from .served_model import ServedModel
+from .prompt import Prompt
 
-NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])  # of an unsupported field
+NO_EFFECT: tuple[object, ...] = (False, 0, "", "none", "auto", [], {}, ["text"])  # of an unsupported field
 MAX_ITEMS = 2**14  # messages, and parts of a message
 MAX_TOOLS = 512  # compiling the grammar of a call of any of them takes a second
 PRIORITIES = {"interactive": 0, "batch": 1}
@@ -41,6 +42,11 @@ BoundedList = Annotated[
     list[Annotated[Element, BeforeValidator(let_others_run)]], Field(max_length=MAX_ITEMS, fail_fast=True)
 ]
 ToolList = Annotated[list[Element], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return stop strings, which may be one."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 class RequestModel(BaseModel):
@@ -119,6 +125,9 @@ Text = Annotated[str, Field(min_length=0)]  # with any such limit, half a surrog
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
 Arguments = Annotated[JsonObject | Text, BeforeValidator(parse_arguments)]  # of a call in the history
 ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Stops = Text | Annotated[BoundedList[Text], Field(max_length=MAX_STOPS)]
+TokenLimit = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 ModelName = Annotated[Text | None, Field(description="Its id, folder or hub id; default: the served model.")]
 
@@ -142,12 +151,13 @@ class GenerationRequest(RequestModel):
         None, description="Requests wait while others of a lower number do; interactive is 0, batch 1."
     )
 
-    unsupported: ClassVar[tuple[str, ...]] = ()  # known fields that are rejected unless they have no effect
+    # Known fields that are rejected, unless they have one of these values.
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     def check(self) -> None:
         """Reject what cannot be honoured, whatever the model."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
+            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
                 refuse(name, "not supported by this server: leave it out", "unsupported")
 
     @property
@@ -160,41 +170,46 @@ class GenerationRequest(RequestModel):
         """Return a request for each prompt. Their answers are the choices of one response."""
         return [self]
 
-    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+    async def make_prompt(self, served: LoadedModel, work: Preparation) -> Prompt:
         """Return the tokens of the prompt, and what else the model makes of the request."""
         raise NotImplementedError
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        """Return the request for the engine. A RequestError names the field that is out of range."""
+    def params(self, left: int) -> dict[str, Any]:
+        """Return the sampling parameters that the body has in a form of its own. The context has room for an answer
+        of `left` tokens."""
         raise NotImplementedError
 
-    def ignored_fields(self) -> list[str]:
-        """Return the fields that have no effect."""
-        return sorted(set(self.unknown_fields()).difference(self.unsupported))
+    @property
+    def answers(self) -> int:
+        """Return how many answers each prompt has."""
+        return 1
 
-    def sampling_params(
-        self, prompt: Prompt, *, logit_bias: Mapping[int, float] | None = None, **params: Any
-    ) -> SamplingParams:
-        """Return `params`, the body's sampling fields, and where it has none the recommended ones."""
-        # Body fields that SamplingParams has with the same name and meaning are copied; `grammar` is not, which is
-        # Lark text in the body and a GrammarSpec there. `params` replaces what needs conversion.
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        """Return the request for the engine. A RequestError names the field that is out of range."""
+        # Fields that SamplingParams has with the same name are copied, unless `params` replaces them. `grammar` is
+        # text here, and a GrammarSpec there.
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"grammar"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:  # vLLM's and SGLang's 0, which gateways send
             given["top_k"] = 0
-        depth = self.num_draft_tokens
-        return SamplingParams(**{
+        depth, own = self.num_draft_tokens, self.params(context - len(prompt.tokens))
+        params = SamplingParams(**{
             **prompt.recommended,
             **given,
-            "logit_bias": {**(logit_bias or {}), **prompt.bias},
             "grammar": prompt.grammar,
             "accept": self.acceptance or "auto",
             "k": min(depth, MAX_K) if isinstance(depth, int) else "auto",
             # As OpenAI has it, penalties count all generated tokens; so do the makers' recommendations.
             "presence_context_size": None,
             "frequency_context_size": None,
-            **params,
+            **own,
+            "logit_bias": {**own.get("logit_bias", {}), **prompt.bias},
         })  # fmt: skip
+        return Request(prompt.tokens, params, n=self.answers, images=prompt.images)
+
+    def ignored_fields(self) -> list[str]:
+        """Return the fields that have no effect."""
+        return sorted(set(self.unknown_fields()).difference(self.unsupported))
 
     def clamped_to(self, engine: int | None) -> int | None:
         """Return the greatest depth used, if more was requested. `engine`: what the engine reports."""

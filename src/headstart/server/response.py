@@ -4,24 +4,27 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 
-from ..engine import Event, Origin, Stats, TokenLogprobs
-from .chat import Prompt
+from ..engine import Event, Origin, Request, Stats, TokenLogprobs
+from .loaded_model import LoadedModel
 from .markup import Delta, merge
-from .request_fields import GenerationRequest
-from .served_model import ServedModel
+from .prompt import Prompt
+from .request_fields import GenerationRequest, ProgressRequest
 
+MIN_LOGPROB = -9999.0  # as OpenAI has it
 PIECE = 2**16  # characters of a response that are sent at a time
+MOST_IGNORED = 100  # fields that a response names, and characters of each: a body may have a hundred thousand
 
 Events = AsyncIterator[Event]
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 class OutputToken(NamedTuple):
@@ -85,16 +88,28 @@ class ChoiceOutput:
         return deltas
 
 
-class ResponseWriter(ABC):
+@dataclass
+class ResponseWriter(ABC, Generic[Body]):
     """Writes the response to one request in the format of one API."""
 
-    def __init__(self, body: GenerationRequest, prompt: Prompt, served: ServedModel, id_prefix: str):
+    body: Body
+    prompt: Prompt  # the last one, where there are several requests
+    served: LoadedModel
+    requests: Sequence[Request]
+
+    @abstractmethod
+    def __post_init__(self) -> None:
+        """Call `_begin` with what ids of this API begin with."""
+
+    def _begin(self, id_prefix: str) -> None:
         self.id = f"{id_prefix}{uuid.uuid4().hex}"
-        self.prompt, self.served = prompt, served
-        self.model_id = served.info.full_id(body.model)
+        self.model_id = self.body.model  # in full
+        prompt, body = self.prompt, self.body
         left_out = prompt.compiled.left_out if prompt.compiled is not None else []
-        self._ignored = [*body.ignored_fields(), *(f"{prompt.grammar_field}: {word}" for word in left_out)]
-        self._clamped_to = body.clamped_to
+        ignored = [*(f"{prompt.grammar_field}: {word}" for word in left_out), *body.ignored_fields()]
+        more = [f"and {len(ignored) - MOST_IGNORED} more"] if len(ignored) > MOST_IGNORED else []
+        self._ignored = [*(name[:MOST_IGNORED] for name in ignored[:MOST_IGNORED]), *more]
+        self.outputs = [ChoiceOutput(prompt, i) for i in range(sum(each.n for each in self.requests))]
         self._started = time.perf_counter()
         self._progressed: set[int] = set()  # choices whose prompt's progress has been said
 
@@ -112,13 +127,24 @@ class ResponseWriter(ABC):
         return f": prompt {done} of {total}\n\n"
 
     def prompt_progress(self, event: Event) -> Iterator[dict[str, int]]:
-        """Yield how far a prompt is read, as llama.cpp's server says it: first, what it did not have to read."""
+        """Yield how far a prompt is read, as llama.cpp's server says it, to clients that want to know: first, what it
+        did not have to read. The output must not have read the event yet."""
+        read = event.prompt_processed or event.tokens
+        if not self._wants("return_progress") or not read or self.outputs[event.choice].stats.generation_tokens:
+            return
         assert event.stats is not None
         total, cached = event.stats.prompt_tokens, event.stats.prefix_cache_hit
         begins, self._progressed = event.choice not in self._progressed, self._progressed | {event.choice}
         for processed in ([cached] if begins else []) + [event.prompt_processed or total]:
             passed = round(1000 * (time.perf_counter() - self._started))
             yield {"total": total, "cache": cached, "processed": processed, "time_ms": passed}
+
+    def timings_per_token(self, output: ChoiceOutput) -> dict[str, Any]:
+        """Return the field of a piece of text with the times so far, if the client wants it."""
+        return {"timings": self.timings(output.stats)} if self._wants("timings_per_token") else {}
+
+    def _wants(self, field: str) -> bool:
+        return isinstance(self.body, ProgressRequest) and bool(getattr(self.body, field))
 
     def timings(self, stats: Stats) -> dict[str, Any]:
         """Return the times of an answer as llama.cpp's server has them."""
@@ -138,8 +164,14 @@ class ResponseWriter(ABC):
             "draft_n_accepted": stats.accepted_draft_tokens,
         }
 
+    def logprob(self, id: int, logprob: float) -> dict[str, Any]:
+        """Return a token, and its log-probability: finite, since JSON has no infinity."""
+        spelling = self.served.token_bytes(id)
+        text = spelling.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelling)}
+
     def generation_stats(self, stats: Stats) -> dict[str, Any]:
-        clamped = self._clamped_to(stats.clamped_to)
+        clamped = self.body.clamped_to(stats.clamped_to)
         return stats.as_dict() | {
             "ignored_fields": self._ignored,
             "num_draft_tokens_clamped_to": clamped,

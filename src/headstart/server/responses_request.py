@@ -1,35 +1,37 @@
 """Bodies of /v1/responses, and how they become a request for the engine."""
 
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..engine import Request
 from ..sampling import GrammarSpec
-from .chat import Chat, Prompt, chat_prompt
+from .chat import Chat
 from .errors import Refusal
+from .loaded_model import LoadedModel
+from .openai_request import JsonSchemaFormat
 from .prepare import Preparation
+from .prompt import Prompt, chat_prompt
 from .request_fields import (
+    NO_EFFECT,
     REASONING_BUDGETS,
     BoundedList,
+    Effort,
     JsonObject,
     Penalty,
     ProgressRequest,
     RequestModel,
     Text,
+    TokenLimit,
     ToolList,
     ToolName,
 )  # fmt: skip
 from .responses_items import InputItem, Item, MessageItem, Messages, full_name, to_messages
-from .served_model import ServedModel
 from .shorter import starts_of_shorter
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"  # in `include`: for clients that store responses themselves
 MAX_METADATA = 16
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _reject_built_in(kind: object) -> object:
@@ -83,12 +85,8 @@ class NamedTool(RequestModel):
     namespace: Text | None = None
 
 
-class TextFormat(RequestModel):
+class TextFormat(JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    description: Text | None = None
-    schema_: JsonObject | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
 
     def grammar(self) -> GrammarSpec | None:
         match self.type:
@@ -124,7 +122,7 @@ class ResponsesRequest(ProgressRequest):
     input: ResponsesInput
     instructions: Text | None = None
     previous_response_id: Text | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: TokenLimit | None = None
     store: bool | None = Field(None, description="False: do not keep the response for later requests.")
     metadata: Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -145,9 +143,9 @@ class ResponsesRequest(ProgressRequest):
     service_tier: Text | None = None
     generate: bool | None = Field(None, description="False: read the prompt, and answer nothing.")
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "background", "conversation", "context_management", "prompt", "top_logprobs",
-    )  # fmt: skip
+    unsupported = dict.fromkeys(
+        ("background", "conversation", "context_management", "prompt", "top_logprobs"), NO_EFFECT
+    )
 
     @property
     def items(self) -> list[Item]:
@@ -171,12 +169,12 @@ class ResponsesRequest(ProgressRequest):
                 return {"name": function.name, "namespace": namespace}
         return {"name": called}
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        most = context - len(prompt.tokens) if self.max_output_tokens is None else self.max_output_tokens
-        most = 1 if self.generate is False else most
-        return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most), images=prompt.images)
+    def params(self, left: int) -> dict[str, Any]:
+        if self.generate is False:
+            return {"max_tokens": 1}
+        return {"max_tokens": left if self.max_output_tokens is None else self.max_output_tokens}
 
-    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+    async def make_prompt(self, served: LoadedModel, work: Preparation) -> Prompt:
         messages = await work.run(self._messages)
         if self.truncation != "auto":
             return await chat_prompt(partial(self._chat, messages), served, work)

@@ -3,15 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
-from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, in_pieces, new_id
+from .response import Events, ResponseWriter, TokenSpan, encode_json, in_pieces, new_id
 from .responses_items import seal
 from .responses_request import ENCRYPTED_CONTENT, ReasoningConfig, ResponsesRequest, TextConfig
-from .served_model import ServedModel
 
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
 
@@ -19,13 +18,14 @@ Json = dict[str, Any]
 Save = Callable[[str, str, list[Json]], Awaitable[None]]  # (id, response, its output)
 
 
-class ResponsesWriter(ResponseWriter):
-    def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save | None = None):
-        """`save` keeps a response that has ended."""
-        super().__init__(body, prompt, served, "resp_")
-        self.body, self._save = body, save
+@dataclass
+class ResponsesWriter(ResponseWriter[ResponsesRequest]):
+    save: Save | None = None  # keeps a response that has ended
+
+    def __post_init__(self) -> None:
+        self._begin("resp_")
+        body, (self._output,) = self.body, self.outputs
         self._request = self._of_request(body)
-        self._output = ChoiceOutput(prompt)
         summarised = body.reasoning is not None and body.reasoning.summary is not None
         self._generates = body.generate is not False
         self._items = ItemStream(body.call_name, summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
@@ -72,14 +72,12 @@ class ResponsesWriter(ResponseWriter):
     async def _events(self, events: Events) -> AsyncIterator[Json]:
         """Yield the events of the output's items."""
         async for event in events:
-            read = event.prompt_processed or event.tokens
-            if self.body.return_progress and read and not self._output.stats.generation_tokens:
-                for progress in self.prompt_progress(event):
-                    yield self._in_progress(prompt_progress=progress)
+            for progress in self.prompt_progress(event):
+                yield self._in_progress(prompt_progress=progress)
             for delta in TokenSpan.join(self._output.read(event)).deltas if self._generates else ():
                 for each in self._items.add(delta):
-                    timed = self.body.timings_per_token and each["type"].endswith(".delta")
-                    yield {**each, "timings": self.timings(self._output.stats)} if timed else each
+                    is_text = each["type"].endswith(".delta")
+                    yield each | self.timings_per_token(self._output) if is_text else each
         for each in self._items.close("incomplete" if self._status() != "completed" else "completed"):
             yield each
 
@@ -95,8 +93,8 @@ class ResponsesWriter(ResponseWriter):
         stats = self.generation_stats(self._output.stats)
         ended = {"completed_at": int(time.time())} if status == "completed" else {}
         response = self._response(status, **details, **ended, usage=self._usage(), generation_stats=stats)
-        if self._save is not None:
-            await self._save(self.id, response, self._items.items)
+        if self.save is not None:
+            await self.save(self.id, response, self._items.items)
         return response
 
     def _response(self, status: str, **fields: Any) -> str:

@@ -14,7 +14,7 @@ from .bodies import SMALL_BODY, read_body
 from .compaction import CompactionWriter, CompactRequest, ask_for_summary
 from .errors import Refusal, refuse, to_refusal
 from .middleware import MAX_VALUES, ValueCounter, client_of
-from .request_handler import RequestHandler
+from .request_handler import PendingAnswer, RequestHandler
 from .response import json_response
 from .responses_request import ResponsesRequest
 from .responses_response import ResponsesWriter, Save
@@ -130,13 +130,9 @@ class ResponsesSocket:
         try:
             body = await self._responses.continued(await self._read(text), client, latest)
             writer_type = partial(ResponsesWriter, save=self._responses.save(body, client, self._latest))
-            async with handler.submitted(body, http, writer_type) as (writer, running):
-                watcher = asyncio.create_task(running.cancel_on_disconnect(http))
-                try:
-                    async for _, start, response in writer.messages(running.events()):
-                        await self._socket.send_text(f"{start}{response}}}")
-                finally:
-                    watcher.cancel()
+            async with PendingAnswer(handler, body, http, writer_type).started() as (writer, running):
+                async for _, start, response in writer.messages(running.events()):
+                    await self._socket.send_text(f"{start}{response}}}")
         except WebSocketDisconnect:
             raise
         except Exception as error:

@@ -13,6 +13,8 @@ from .anthropic_response import AnthropicWriter
 from .dashboard import add_dashboard
 from .downloads import Downloads
 from .errors import refuse
+from .llama_request import LlamaCompletionRequest
+from .llama_response import LlamaWriter
 from .metrics import Metrics
 from .middleware import Keys, owner_of
 from .model_pool import ModelPool
@@ -58,6 +60,10 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await handler.reply(body, http, OpenAIWriter)
+
+    @app.post("/v1/completion")
+    async def completion(body: LlamaCompletionRequest, http: Request) -> Response:
+        return await handler.reply(body, http, LlamaWriter)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, http: Request) -> Response:
@@ -161,14 +167,7 @@ def add_settings_routes(app: FastAPI, pool: ModelPool) -> None:
 
     @app.patch("/v1/settings")
     async def change_settings(change: SettingsChange, model: str | None = None) -> dict[str, Any]:
-        found, given = pool.find(model), change.model_dump(exclude_none=True)
-        info = found.info
-        for name, value in given.items():
-            if value and not info.most_drafts:
-                refuse(name, f"this model cannot draft: {info.native_mtp['reason']}", "unsupported")
-        if given.get("max_k", 0) > info.most_drafts:
-            refuse("max_k", f"is {given['max_k']}; this model drafts at most {info.most_drafts}")
-        return asdict(found.configure(**given))
+        return asdict(pool.find(model).configure(**change.model_dump(exclude_none=True)))
 
     @app.get("/v1/cache")
     def cache(model: str | None = None) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=Connection,
+                loop="asyncio",  # Connection sets limits of its transports; uvicorn would prefer uvloop
                 log_config=None,  # see log.py
                 proxy_headers=False,  # otherwise a local client could pretend to have another's address
                 ws="none",  # see Connection, which counts web sockets

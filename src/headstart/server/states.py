@@ -61,7 +61,7 @@ class ServerState:
     @property
     def context_length(self) -> int:
         """Return the longest context of the models, 0 before they are known."""
-        return max((each.info.context_length for each in self.pool.models), default=0) if self.pool is not None else 0
+        return max((each.context_length for each in self.pool.models), default=0) if self.pool is not None else 0
 
     @property
     def lost(self) -> bool:

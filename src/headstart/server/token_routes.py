@@ -4,23 +4,24 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from .. import __version__
 from ..engine import Engine
+from .loaded_model import LoadedModel
 from .model_pool import ModelPool
 from .openai_request import ChatCompletionRequest
 from .pooled_model import PooledModel
 from .prepare import Preparation
 from .request_handler import RequestHandler
-from .served_model import ServedModel
+from .response import json_response
 from .tokens_request import DetokenizeRequest, TokenizeRequest
 
 
 def add_token_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/tokenize")
-    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
-        return await handler.prepare(body.model, http, body.tokens)
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
+        return json_response(await handler.prepare(body.model, http, body.answer))
 
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
@@ -28,7 +29,7 @@ def add_token_routes(app: FastAPI, handler: RequestHandler) -> None:
 
     @app.post("/v1/apply-template")
     async def apply_template(body: ChatCompletionRequest, http: Request) -> dict[str, str]:
-        async def text(served: ServedModel, work: Preparation) -> str:
+        async def text(served: LoadedModel, work: Preparation) -> str:
             prompt = await body.make_prompt(served, work)
             return str(await work.run(served.tokenizer.decode, prompt.tokens))
 
@@ -46,18 +47,25 @@ def add_probe_routes(app: FastAPI, pool: ModelPool) -> None:
     @app.get("/props")
     async def props() -> dict[str, Any]:
         model = pool.models[0]
-        tokenizer = model.loaded.served.tokenizer if model.loaded is not None else None
-        defaults = model.info.recommended_sampling(thinking=False)
+        tokenizer = model.loaded.tokenizer if model.loaded is not None else None
+        defaults = model.sampling.params(thinking=False)
         return {
-            "default_generation_settings": {"n_ctx": model.info.context_length, "params": defaults},
+            "default_generation_settings": {"n_ctx": model.context_length, "params": defaults},
             "total_slots": pool.max_sequences,
             "model_alias": model.id,
             "model_path": model.id,
-            "modalities": {"vision": model.info.vision, "audio": False},
+            "modalities": {"vision": model.vision, "audio": False},
             "chat_template": tokenizer.chat_template if tokenizer is not None else None,
             "build_info": f"headstart {__version__}",
-            "system_fingerprint": model.loaded.served.fingerprint.text if model.loaded is not None else None,
+            "system_fingerprint": model.loaded.fingerprint.text if model.loaded is not None else None,
         }
+
+    @app.get("/slots")
+    async def slots() -> list[dict[str, Any]]:
+        """Return the sequences that can be decoded together. Which of them runs in which is not told apart."""
+        running = sum(len(model.engine.scheduler.admitted) for model in pool.models if model.engine is not None)
+        context = pool.models[0].context_length
+        return [{"id": id, "n_ctx": context, "is_processing": id < running} for id in range(pool.max_sequences)]
 
     @app.get("/version")
     async def server_version() -> dict[str, str]:
@@ -74,7 +82,7 @@ def add_probe_routes(app: FastAPI, pool: ModelPool) -> None:
         model = pool.models[0]
         load = _load(model.engine, pool.max_sequences)
         sizes = {name: load[name] for name in ("max_total_num_tokens", "max_running_requests")}
-        served = {"served_model_name": model.id, "context_length": model.info.context_length}
+        served = {"served_model_name": model.id, "context_length": model.context_length}
         return _model_info(model) | served | sizes | {"version": __version__, "tp_size": load["ranks"], "dp_size": 1}
 
     @app.get("/v1/loads")
@@ -93,14 +101,13 @@ def add_probe_routes(app: FastAPI, pool: ModelPool) -> None:
 
 
 def _model_info(model: PooledModel) -> dict[str, Any]:
-    info = model.info
     return {
         "model_path": model.id,
         "tokenizer_path": model.id,
-        "model_type": info.family,
+        "model_type": model.family,
         "is_generation": True,
-        "max_context_length": info.context_length,
-        "preferred_sampling_params": info.recommended_sampling(thinking=False),
+        "max_context_length": model.context_length,
+        "preferred_sampling_params": model.sampling.params(thinking=False),
     }
 
 

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from .errors import refuse
+from .loaded_model import LoadedModel
 from .prepare import Preparation
 from .request_fields import ModelName, RequestModel, Text
-from .served_model import ServedModel
+from .response import encode_json
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -21,7 +22,8 @@ class TokenizeRequest(RequestModel):
     parse_special: bool | None = Field(None, description="False: the text of an added token is plain text.")
     with_pieces: bool | None = Field(None, description="Report the text of each token too.")
 
-    async def tokens(self, served: ServedModel, work: Preparation) -> dict[str, Any]:
+    async def answer(self, served: LoadedModel, work: Preparation) -> str:
+        """Return the JSON of the tokens, of which there may be as many as the context has."""
         field, text = ("prompt", self.prompt) if self.content is None else ("content", self.content)
         if text is None:
             refuse("content", "no text: send one")
@@ -33,16 +35,21 @@ class TokenizeRequest(RequestModel):
             tokens = tokens[start:]
         else:
             tokens = await work.encode(text, field, kind="text" if framed else "chat")
+        return await work.run(self._encoded, tokens, served)
+
+    def _encoded(self, tokens: list[int], served: LoadedModel) -> str:
+        found: list[Any] = tokens
+        if self.with_pieces:
+            found = [{"id": token, "piece": _piece(served.token_bytes(token))} for token in tokens]
         count = {"count": len(tokens), "max_model_len": served.model.context_length}
-        pieces = [{"id": token, "piece": _piece(served.token_bytes(token))} for token in tokens]
-        return {"tokens": pieces if self.with_pieces else tokens, **count}
+        return encode_json({"tokens": found, **count})
 
 
 class DetokenizeRequest(RequestModel):
     model: ModelName = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
-    async def text(self, served: ServedModel, work: Preparation) -> dict[str, str]:
+    async def text(self, served: LoadedModel, work: Preparation) -> dict[str, str]:
         vocabulary = served.model.vocabulary
         if (wrong := next((token for token in self.tokens if token >= vocabulary), None)) is not None:
             refuse("tokens", f"there is no token {wrong}: ids go from 0 to {vocabulary - 1}")

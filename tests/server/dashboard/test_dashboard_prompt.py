@@ -1,5 +1,6 @@
 """The chat while a prompt is read: how far it is."""
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -44,3 +45,19 @@ def test_the_chat_shows_how_much_of_the_prompt_is_read(visit: Visit, let_read: C
         expect(shown).to_contain_text("tokens per round")
         expect(shown).not_to_contain_text("Reading")
         expect(page.get_by_role("button", name="Copy the answer")).to_be_in_viewport()
+
+
+def test_comments_in_a_stream_are_left_out(visit: Visit) -> None:
+    """A server says how far it is with a prompt to clients that did not ask, too."""
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Hello."}, "finish_reason": None}]}
+    told = [": prompt 5 of 39", f"data: {json.dumps(chunk)}", ": prompt 39 of 39", "data: [DONE]", ""]
+    with running() as server:
+        page = visit(server, "chat")
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body="\n\n".join(told)),
+        )
+        page.get_by_label("Message").fill("Hi")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".answer").last).to_contain_text("Hello.")
+        expect(page.get_by_role("alert")).to_have_count(0)

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...sampling import GrammarSpec
 from ...sampling.grammar import LENIENT, json_options
+from .gemma import CHANNEL, CHANNEL_END, GEMMA_CALL, GEMMA_CALL_END, QUOTE, THOUGHT, gemma_functions
 from .output_parser import CALL, CALL_END, FUNCTION, THINK, THINK_END
 from .schema import STRING, Permitted, Schema, Tools, as_list, permitted
 
@@ -27,8 +28,14 @@ _COMPACT = {"whitespace_pattern": " ", **LENIENT}  # as templates write the argu
 class Markup:
     """The markers of a model's tool calls and reasoning, and how it writes calls."""
 
-    style: Literal["xml", "json"] | None  # None: the template has no calls that can be parsed here
+    style: Literal["xml", "json", "gemma"] | None  # None: the template has no calls that can be parsed here
     ids: Mapping[str, int]  # of the markers that are one token
+    think: str = THINK
+    think_end: str = THINK_END
+    call: str = CALL
+    call_end: str = CALL_END
+    named: str = ""  # text after `think`
+    gap: str = r'"\n\n"'  # between reasoning and answer, as a grammar has it
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper) -> "Markup":
@@ -36,6 +43,10 @@ class Markup:
         vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
         style: Literal["xml", "json"] | None = None
+        if GEMMA_CALL in text:
+            named = CHANNEL, CHANNEL_END, GEMMA_CALL, GEMMA_CALL_END
+            ids = {marker: vocabulary[marker] for marker in (*named, QUOTE) if marker in vocabulary}
+            return cls("gemma", ids, *named, f"{THOUGHT}\n", "")
         if CALL in text:
             style = "xml" if FUNCTION in text else "json" if '"arguments"' in text else None
         markers = (THINK, THINK_END, CALL, CALL_END)
@@ -43,7 +54,7 @@ class Markup:
 
     @property
     def thinks(self) -> bool:
-        return THINK in self.ids and THINK_END in self.ids
+        return self.think in self.ids and self.think_end in self.ids
 
     def marker(self, marker: str) -> str:
         """Return a marker as a grammar has it."""
@@ -53,12 +64,18 @@ class Markup:
 def thinking_state(prompt: Sequence[int], tokenizer: TokenizerWrapper) -> ThinkingState:
     """Return whether the template has opened the reasoning, left an empty one, or left it to the model."""
     end = str(tokenizer.decode(list(prompt[-8:]))).rstrip()
-    return "started" if end.endswith(THINK) else "finished" if end.endswith(THINK_END) else "undecided"
+    if end.endswith(THINK):
+        return "started"
+    return "finished" if end.endswith((THINK_END, CHANNEL_END)) else "undecided"
 
 
 def call_grammar(tools: Tools, markup: Markup, *, parallel: bool = True) -> GrammarSpec:
     """Return a grammar of one call of one of these tools, or of several in a row, and nothing else."""
     functions = " | ".join(f"f{i}" for i in range(len(tools)))
+    if markup.style == "gemma":
+        start = "start: call+" if parallel else "start: call"
+        call = f"call: {markup.marker(GEMMA_CALL)} ({functions}) {markup.marker(GEMMA_CALL_END)}"
+        return GrammarSpec("lark", "\n".join([start, call, *gemma_functions(tools, markup.marker(QUOTE), _json)]))
     start = r'start: call ("\n" call)*' if parallel else "start: call"
     call = rf'call: {markup.marker(CALL)} "\n" ({functions}) "\n" {markup.marker(CALL_END)}'
     rules = _xml_functions(tools) if markup.style == "xml" else _json_functions(tools)
@@ -75,18 +92,18 @@ def with_thinking(
     """
     if not markup.thinks or state == "finished" or (answer is None and budget is None):
         return answer
-    markers = (THINK_END,) if calls else (THINK_END, CALL)
+    markers = (markup.think_end,) if calls else (markup.think_end, markup.call)
     excluded = [markup.ids[marker] for marker in markers if marker in markup.ids]
-    opening = markup.marker(THINK)
-    reasoning = f"{_tokens_except(excluded, budget)} {markup.marker(THINK_END)}"
+    opening = markup.marker(markup.think) + (f" {_literal(markup.named)}" if markup.named else "")
+    reasoning = f"{_tokens_except(excluded, budget)} {markup.marker(markup.think_end)}"
     if answer is None:
         start = f"{reasoning} <[*]>*"
         if budget:
             start = f"({start} | {_tokens_except(excluded, budget - 1)})"
         if state == "undecided":
-            start = f"{opening} {start} | (<[^{markup.ids[THINK]}]> <[*]>*)?"
+            start = f"{opening} {start} | (<[^{markup.ids[markup.think]}]> <[*]>*)?"
         return GrammarSpec("lark", f"start: {start}")
-    start = rf'{reasoning} "\n\n"'
+    start = f"{reasoning} {markup.gap}"
     if state == "undecided":
         start = f"({opening} {start})?"
     return GrammarSpec("lark", f"start: {start} answer\nanswer: {_as_rule(answer)}")

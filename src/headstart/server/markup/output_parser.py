@@ -4,6 +4,7 @@ Reasoning starts with `<think>` at the very beginning of the output, or in the p
 calls may come anywhere and are read in both formats, whichever the model was trained on:
 
 - JSON (Hermes, Qwen3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`
+- Gemma 4's, see `gemma.py`, whose reasoning has other markers too
 - XML (Qwen3.5, Qwen3-Coder): `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`
 
 mlx-lm has parsers for both (`json_tools`, `qwen3_coder`). They take the text between the markers once it is complete,
@@ -24,6 +25,7 @@ from typing import Literal, TypeVar
 
 import regex  # unlike `re`, it can report that more text might complete a match
 
+from .gemma import CHANNEL, CHANNEL_END, GEMMA_CALL, GEMMA_CALL_END, QUOTE, THOUGHT, gemma_arguments
 from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
 
 T = TypeVar("T")
@@ -36,7 +38,8 @@ FUNCTION = "<function="
 
 _SPACE = " \t\r\n"
 _SPACES = r"[ \t\r\n]*+"
-_THINK = regex.compile(_SPACES + THINK)
+_THINK = regex.compile(rf"{_SPACES}(?:{THINK}|{regex.escape(CHANNEL + THOUGHT)})")
+_GEMMA_STOP = regex.compile("|".join(map(regex.escape, (QUOTE, GEMMA_CALL_END))))
 _CALL_BODY = regex.compile(rf"{_SPACES}(?:{FUNCTION}|(?=\{{))")
 _CALL_END = regex.compile(_SPACES + CALL_END)
 _PARAMETER = regex.compile(rf"{_SPACES}(?:<parameter=(?P<key>[^<>\r\n]{{1,256}}+)>(?:\n|(?=[^\n]))|</function>)")
@@ -144,6 +147,7 @@ class OutputParser:
         self._tools = tools or {}
         self._calls_in_thoughts = calls_in_thoughts
         self.thinking = thinking  # what comes next is reasoning, as far as is known
+        self._think_end = THINK_END
         self.calls = 0  # that were begun
         self.broken = False  # one of them is cut off or malformed
         self._arguments: list[str] = []  # of the last call
@@ -166,12 +170,13 @@ class OutputParser:
 
     def _parse_output(self) -> Parsing[None]:
         buffer = self._buffer
-        if not self.thinking and (yield from buffer.match(_THINK)):
+        if not self.thinking and (opening := (yield from buffer.match(_THINK))):
             self.thinking = True
+            self._think_end = THINK_END if opening.group().endswith(THINK) else CHANNEL_END
         if self.thinking:
             yield from buffer.skip_spaces()
         while marker := (yield from buffer.until(self._markers(), self._emit_text)):
-            if marker.endswith(THINK_END):
+            if self.thinking and marker.endswith(self._think_end):
                 self.thinking, self._gap = False, ""
                 yield from buffer.skip_spaces()
             else:
@@ -179,17 +184,20 @@ class OutputParser:
 
     def _markers(self) -> regex.Pattern[str]:
         """Match what ends text here, with the white space before it. Some models forget `<tool_call>`."""
-        markers = [THINK_END] if self.thinking else []
+        markers = [regex.escape(self._think_end)] if self.thinking else []
         if self._tools and (self._calls_in_thoughts or not self.thinking):
-            markers += [CALL, FUNCTION]
+            markers += [CALL, FUNCTION, regex.escape(GEMMA_CALL)]
         return regex.compile(rf"(?<![ \t\r\n]){_SPACES}(?:{'|'.join(markers)})" if markers else "(?!)")
 
     def _parse_call(self, opening: str) -> Parsing[None]:
         buffer, calls_before = self._buffer, self.calls
         buffer.consumed = []
-        body = None if opening.endswith(FUNCTION) else (yield from buffer.match(_CALL_BODY))
+        gemma = opening.endswith(GEMMA_CALL)
+        body = None if gemma or opening.endswith(FUNCTION) else (yield from buffer.match(_CALL_BODY))
         complete = False
-        if opening.endswith(FUNCTION) or (body is not None and body.group().endswith(FUNCTION)):
+        if gemma:
+            yield from self._parse_gemma()
+        elif opening.endswith(FUNCTION) or (body is not None and body.group().endswith(FUNCTION)):
             complete = yield from self._parse_xml()
         elif body is not None:
             complete = yield from self._parse_json()
@@ -203,7 +211,7 @@ class OutputParser:
         self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
         if complete:
             yield from buffer.match(_CALL_END)
-        else:
+        elif not gemma:
             yield from buffer.until(_CALL_END, lambda _: None)
         yield from buffer.skip_spaces()
 
@@ -265,6 +273,26 @@ class OutputParser:
                 return False
             self._emit_arguments(value)
         return False
+
+    def _parse_gemma(self) -> Parsing[None]:
+        """Parse one of Gemma 4's calls after its marker. Arguments are emitted once they are complete."""
+        buffer, pieces, quoted = self._buffer, list[str](), False
+        names = "|".join(map(regex.escape, self._tools))
+        found = yield from buffer.match(regex.compile(rf"{_SPACES}call:(?P<name>{names})(?=\{{)"))
+        if found is None:
+            return
+        self._start_call(found["name"])
+        while (stop := (yield from buffer.until(_GEMMA_STOP, pieces.append))) is not None:
+            if stop == GEMMA_CALL_END and not quoted:
+                break
+            quoted ^= stop == QUOTE
+            pieces.append(stop)
+        written = "".join(pieces)
+        try:
+            arguments = gemma_arguments(written) if stop is not None else None
+        except ValueError:
+            arguments = None
+        self._emit_arguments(dumps(arguments) if isinstance(arguments, dict) else written)
 
     def _emit_text(self, text: str) -> None:
         if text:

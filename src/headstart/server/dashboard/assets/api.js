@@ -36,7 +36,7 @@ export const read = async (path, options) => (await call(path, { timeout: TIMEOU
 /** Whether the server could not be reached, or did not answer in time. */
 export const isUnreachable = (error) => error instanceof TypeError || error.name === "TimeoutError";
 
-/** The JSON of server-sent events, to the last. */
+/** The JSON of server-sent events, to the last. Comments, which begin with a colon, are left out. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -45,7 +45,7 @@ export async function* events(response) {
     if (done) throw new Error("The connection closed before the answer was complete.");
     const whole = (rest + value).split("\n\n");
     rest = whole.pop();
-    for (const event of whole) {
+    for (const event of whole.filter((each) => each.startsWith("data: "))) {
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const message = JSON.parse(data);
