@@ -15,9 +15,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
 
 from .engine import PromptImage, insert_images
-from .errors import RequestError, check_text
+from .errors import RequestError, check_text, check_type
 from .images import ImageProblem, read_image
 from .models import Model
 from .sampling_params import SamplingOptions, SamplingParams
@@ -80,9 +81,8 @@ def continued(prompt_cache: object, tokens: list[int], images: Sequence[Any], mo
     """Return a prompt after what a prompt cache holds."""
     if prompt_cache is None:
         return tokens
-    if not isinstance(prompt_cache, PromptCache):
-        kind = type(prompt_cache).__name__
-        raise RequestError(f"prompt_cache is a {kind}: make it with headstart.make_prompt_cache(model)")
+    check_type(prompt_cache, PromptCache, "prompt_cache", "make it with headstart.make_prompt_cache(model)")
+    assert isinstance(prompt_cache, PromptCache)
     if prompt_cache.model is not model:
         raise RequestError("prompt_cache was made for another model: make one for this model")
     if images:
@@ -142,8 +142,7 @@ def refuse_unsupported(arguments: Mapping[str, Any], refused: Mapping[str, str])
 
 def sampling_params(sampler: object, arguments: dict[str, Any], model: Model) -> SamplingParams:
     """Return the sampling parameters of mlx-lm's arguments; None and [] are its "not used"."""
-    if not isinstance(model, Model):
-        raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
+    check_type(model, Model, "model", "load it with headstart.load")
     eight_bit = arguments.get("kv_bits") == 8 and model.eight_bit_kv
     refuse_unsupported({**arguments, "kv_bits": None} if eight_bit else arguments, REFUSED)
     fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
@@ -175,6 +174,14 @@ def with_images(tokens: list[int], images: Sequence[Any], model: Model) -> tuple
     return insert_images(tokens, pixels, model.tower)
 
 
+def wrapped(tokenizer: object) -> TokenizerWrapper:
+    """Return a tokenizer as mlx-lm wraps it."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    check_type(tokenizer, PreTrainedTokenizerBase, "tokenizer", "load it with headstart.load")
+    return TokenizerWrapper(tokenizer)
+
+
 def token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Return the token ids of a prompt, which may be text."""
     if isinstance(prompt, str):
@@ -188,4 +195,7 @@ def token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.arra
     try:
         return [index(token) for token in tokens]
     except TypeError as error:
+        if isinstance(tokens, list) and isinstance(tokens[0], dict):
+            remedy = "tokenizer.apply_chat_template(messages, add_generation_prompt=True) makes a prompt of them"
+            raise RequestError(f"prompt is a list of messages: {remedy}") from error
         raise RequestError("prompt must be text or one flat sequence of token ids") from error

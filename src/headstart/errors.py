@@ -14,7 +14,7 @@ class HeadError(CheckpointError):
 
 
 class DrafterError(CheckpointError):
-    """A block drafter cannot be used, or not with this model."""
+    """A drafter cannot be used, or not with this model."""
 
 
 class AdapterError(CheckpointError):
@@ -68,6 +68,13 @@ def printable_error(error: BaseException) -> str:
     """Return an error of a library, with its type, as one short line that is safe to print."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def check_type(value: object, kinds: type | tuple[type, ...], name: str, remedy: str) -> None:
+    """Raise RequestError for an argument of another type than `kinds`."""
+    if not isinstance(value, kinds):
+        kind = type(value).__name__
+        raise RequestError(f"{name} is {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}: {remedy}")
 
 
 def check_text(text: str, name: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
+from types import NoneType
 from typing import Any, Literal, Unpack
 from weakref import WeakKeyDictionary, ref
 
@@ -22,10 +23,11 @@ from .arguments import (
     sampling_params,
     token_ids,
     with_images,
+    wrapped,
 )
 from .checkpoint import load_model, load_tokenizer, resolve
 from .engine import Engine, EngineThread, FinishReason, Handle, Origin, Request, Stats
-from .errors import HeadstartError, RequestError
+from .errors import HeadstartError, RequestError, check_type
 from .limits import MAX_IMAGE_PIXELS
 from .models import Model
 from .sampling_params import SamplingOptions, SamplingParams
@@ -68,7 +70,7 @@ def load(
         tokenizer_config: Arguments for the tokenizer. Code that comes with a model is never run, whatever they say.
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
         head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
-        drafter: A block drafter (DFlash) that was made for the model, named like `path`.
+        drafter: A drafter that was made for the model (DFlash, a Gemma 4's assistant), named like `path`.
         vision: Also load the vision tower, if there is one, to answer about images.
         max_image_pixels: Larger images are scaled down to so many pixels.
         adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. Name one in `stream_generate`.
@@ -79,8 +81,10 @@ def load(
     """
     given = {"model_config": model_config, "return_config": return_config, "revision": revision}
     refuse_unsupported(given, REFUSED_BY_LOAD)
-    if tokenizer_config is not None and not isinstance(tokenizer_config, Mapping):
-        raise RequestError(f"tokenizer_config is a {type(tokenizer_config).__name__}: give a dict of arguments")
+    check_type(tokenizer_config, (Mapping, NoneType), "tokenizer_config", "give a dict of arguments")
+    check_type(adapters, (Mapping, NoneType), "adapters", "give a dict of names and folders")
+    for name, of in {"path": path, "head": head, "drafter": drafter, "adapter_path": adapter_path}.items():
+        check_type(of, (str, Path, NoneType), name, "give a folder or a name")
     if adapter_path is not None:
         adapters = {DEFAULT_ADAPTER: adapter_path, **(adapters or {})}
     folder = resolve(path, vision=vision)
@@ -154,9 +158,11 @@ def stream_generate(
         adapter: The name of one of the model's adapters.
         params: Other fields of SamplingParams, such as temperature and seed.
     """
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
     sampling = sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
+    tokenizer = wrapped(tokenizer)
+    check_type(engine, (Engine, EngineThread, NoneType), "engine", "make one with headstart.Engine(model, tokenizer)")
+    if not callable(prompt_progress_callback or print):
+        raise RequestError("prompt_progress_callback is not a function")
     conversation = continued(prompt_cache, token_ids(tokenizer, prompt), images, model)
     tokens, placed = with_images(conversation, images, model)
     request = Request(tokens, sampling, keep_logits=True, images=placed, adapter=adapter)
@@ -208,8 +214,7 @@ def generate(
     if verbose:
         print("\n" + "=" * 10)
         print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
-        rate = f", {response.generation_tps:.3f} tokens-per-sec" if response.stats.rounds > 1 else ""
-        print(f"Generation: {response.generation_tokens} tokens{rate}")
+        print(f"Generation: {response.generation_tokens} tokens{_rate(response.generation_tps)}")
         print(f"Speculation: {response.stats.tokens_per_round:.2f} tokens per round")
         print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
@@ -244,12 +249,15 @@ def batch_generate(
 
     The other arguments are those of `stream_generate`.
     """
+    check_type(prompts, Iterable, "prompts", "give a list of prompts")
+    prompts = prompts if isinstance(prompts, (str, bytes)) else list(prompts)
     limits = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(prompts)
     if len(limits) != len(prompts):
         raise RequestError(f"max_tokens has {len(limits)} numbers for {len(prompts)} prompts")
     sampling = [sampling_params(sampler, {"max_tokens": most, "k": k, **params}, model) for most in limits]
     if isinstance(prompts, (str, bytes)):
         raise RequestError("prompts is one text: give a list of prompts")
+    tokenizer = wrapped(tokenizer)
     requests = [Request(token_ids(tokenizer, each), own) for each, own in zip(prompts, sampling, strict=True)]
     engine = Engine(model, tokenizer, max_sequences=max_sequences)
     handles = [engine.submit(request) for request in requests]
@@ -265,9 +273,14 @@ def batch_generate(
         stats.append(event.stats)
     if verbose and stats:
         every = Stats.of(stats)
-        print(f"Generation: {every.generation_tokens} tokens, {every.generation_tps:.3f} tokens-per-sec")
+        print(f"Generation: {every.generation_tokens} tokens{_rate(every.generation_tps)}")
         print(f"Speculation: {every.tokens_per_round:.2f} tokens per round")
     return BatchResponse(texts, stats)
+
+
+def _rate(tps: float) -> str:
+    """Return a rate, if there is one: answers of one round have none."""
+    return f", {tps:.3f} tokens-per-sec" if tps else ""
 
 
 def _submit(model: Model, tokenizer: TokenizerWrapper, request: Request) -> Handle:

@@ -7,9 +7,10 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any, Literal, TypedDict, get_args
 
-from .errors import RequestError
+from .errors import RequestError, check_type
 from .limits import MAX_K
 
 MAX_STOPS = 64
@@ -198,8 +199,7 @@ class SamplingParams:
             raise RequestError("repetition_penalty is 0; it must be more than 0 (1 leaves the text as it is)")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is false: set logprobs to true")
-        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
-            raise RequestError(f"grammar is a {type(self.grammar).__name__}; it must be a GrammarSpec")
+        check_type(self.grammar, (GrammarSpec, NoneType), "grammar", "make a GrammarSpec")
         self._check_lists()
 
     def _check_lists(self) -> None:

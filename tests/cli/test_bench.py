@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from headstart.bench import local
+from headstart.bench import features, local
 from headstart.bench.local import decode_batch
 from headstart.bench.measurement import Trial
 from headstart.cli import progress
 from headstart.cli.main import app
+from headstart.errors import HeadstartError
 
-SMALL = ["--batch-size", "1", "--tokens", "20", "--repeats", "2", "--prompts", "code"]
+SMALL = ["--temperature", "0", "--batch-size", "1", "--tokens", "20", "--repeats", "2", "--prompts", "code"]
 
 
 def bench(*arguments: object, **environment: str) -> Result:
@@ -106,7 +107,7 @@ def test_ctrl_c_reports_what_there_is_and_marks_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "decode_batch", lambda model, prompts, k, tokens: Trial(9, 1.0, 1.0, sequences=[[k]]))
+    monkeypatch.setattr(local, "decode_batch", lambda model, prompts, k, *rest: Trial(9, 1.0, 1.0, sequences=[[k]]))
     result = bench(*SMALL, "--k", "0,1")
     assert "**Not the tokens of k=0:** k=1, code, batch of 1." in result.stdout
     assert result.exit_code == 1
@@ -145,3 +146,70 @@ def test_too_few_to_time_is_refused(arguments: list[str]) -> None:
     result = bench("no-such-model", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"Invalid value for '{arguments[0]}'" in result.stderr
+
+
+def test_features_are_measured_beside_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("plain", "temperature .8", "JSON schema", "adapter of rank 8", "KV in 8 bits")
+    monkeypatch.setattr(features, "FEATURES", [each for each in features.FEATURES if each.name in some])
+    given = [
+        "--features",
+        "--context",
+        "40",
+        "--batch-size",
+        "2",
+        "--k",
+        "0,auto",
+        "--repeats",
+        "1",
+        "--tokens",
+        "20",
+    ]
+    result = bench(*given, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert {(row["feature"], *row["cell"]) for row in report["rows"]} == {
+        (name, 40, 2, k) for name in some for k in (0, "auto")
+    }
+    assert all(row["to_plain"]["median"] == 1 for row in report["rows"] if row["feature"] == "plain")
+    assert all(row["step_ms"]["median"] > 0 for row in report["rows"])
+    assert report["refused"] == {}
+    assert refused("--features", "--context", "0").startswith("error: --context 0")
+
+
+def test_features_that_a_model_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> dict[str, Path]:
+        raise HeadstartError("no room")
+
+    monkeypatch.setattr(features, "_write_adapters", fails)
+    monkeypatch.setattr(features, "FEATURES", [features.FEATURES[0], features.Feature("LoRA", model="adapted")])
+    result = bench(
+        "--features", "--context", "20", "--batch-size", "1", "--k", "0", "--repeats", "1", "--tokens", "20"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "adapted: not measured, no room" in result.stdout
+    assert "LoRA" not in result.stdout
+
+
+def test_the_card_says_how_to_sample_unless_flags_do() -> None:
+    small = [*SMALL[2:], "--k", "0,2", "--json"]
+    report = json.loads(bench(*small).stdout)
+    assert report["plan"]["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert {each["identical"] for each in report["measurements"]} == {None}  # every run draws anew
+    seeded = bench(*small, "--temperature", "0.8", "--seed", "3")
+    assert {each["identical"] for each in json.loads(seeded.stdout)["measurements"]} == {True}
+    assert "k=0, k=2 on code prompts, batch of 1" in seeded.stderr
+    assert "temperature 0.8, seed 3" in seeded.stderr
+
+
+def test_ctrl_c_reports_the_features_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([decode_batch] * 2)  # all of the first cell
+
+    def interrupted(*_: object, **__: object) -> Trial:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(features, "decode_batch", lambda *asked, **given: next(runs, interrupted)(*asked, **given))
+    monkeypatch.setattr(features, "FEATURES", features.FEATURES[:1])
+    given = ["--features", "--context", "20,30", "--batch-size", "1", "--k", "0", "--repeats", "1", "--tokens", "20"]
+    report = json.loads(bench(*given, "--json").stdout)
+    assert [row["cell"] for row in report["rows"]] == [[20, 1, 0]]
+    assert report["refused"] == {"what is missing": "interrupted"}

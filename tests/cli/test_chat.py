@@ -91,6 +91,18 @@ def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
     assert result.stdout == f"› \n› › {answer(loaded, SECOND)}\n› "
 
 
+def test_a_system_prompt_stays_before_the_conversation(loaded: Any) -> None:
+    said = [{"role": "system", "content": "Answer in JSON."}, {"role": "user", "content": FIRST}]
+    expected = headstart.generate(*loaded, chat_tokens(loaded[1], said), max_tokens=8)
+    assert expected != answer(loaded, FIRST), "the system prompt makes no difference: choose another"
+    how = ["-n", "8", "--temp", "0", "--system-prompt", "Answer in JSON."]
+    result = CliRunner().invoke(app, ["chat", *how], input=f"{FIRST}\n/clear\n{FIRST}\n")
+    assert result.stdout == f"› {expected}\n› › {expected}\n› "
+    assert CliRunner().invoke(app, ["generate", *how, FIRST]).stdout == expected + "\n"
+    refused = CliRunner().invoke(app, ["generate", *how, "--raw", FIRST])
+    assert "leave out --raw" in refused.stderr
+
+
 def test_clear_forgets_the_conversation(loaded: Any) -> None:
     result = chat(FIRST, "/clear", SECOND)  # and the end of the input leaves
     assert result.exit_code == 0
@@ -164,6 +176,15 @@ def test_a_message_is_answered_and_no_other_asked_for(loaded: Any, command: str)
     refused = CliRunner().invoke(app, [command, "tiny-qwen3.5", "word " * 5000])
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr.startswith("error: prompt has")
+
+
+def test_a_message_alone_is_for_the_builtin_model(loaded: Any) -> None:
+    result = CliRunner().invoke(app, ["run", FIRST, "-n", "8"])
+    assert result.stdout == f"{answer(loaded, FIRST)}\n"
+    assert result.stderr.startswith("No model has this name: it is the prompt")
+    refused = CliRunner().invoke(app, ["run", "qwen9", "-n", "8"])
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("error: qwen9: no such folder")
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

@@ -144,7 +144,7 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
     ("options", "message"),
     [
         (["--bits", "7"], "7 bits"),
-        (["--mtp-bits", "some"], "--mtp-bits some: say keep, or one of 2"),
+        (["--mtp-bits", "some"], "--mtp-bits some: say keep, or one of 1, 2"),
         (["--group-size", "5"], "groups of 5"),
         (["--bits", "4", "--mix", "mine"], "mine: say keep, a number of bits"),
     ],

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from headstart.cli import serve
 from headstart.cli.main import app
+from headstart.engine import Settings
 from headstart.server.model_pool import ModelPool
 from headstart.server.pooled_model import PooledModel
 from headstart.server.server import Server
@@ -60,7 +61,14 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_the_printed_file_names_every_flag_and_is_valid_once_its_comments_are_gone(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["config"]).stdout
     helped = CliRunner().invoke(app, ["serve", "--help"]).stdout
-    flags = set(re.findall(r"--([a-z0-9][a-z0-9-]+)", helped)) - {"help", "config", "model", "no-mtp", "no-restart"}
+    flags = set(re.findall(r"--([a-z0-9][a-z0-9-]+)", helped)) - {
+        "help",
+        "config",
+        "model",
+        "no-mtp",
+        "no-restart",
+        "no-speculation",
+    }
     keys = re.findall(r"^# ([a-z0-9-]+) = ", printed, re.MULTILINE)
     assert set(keys) == flags | {"models"}
     settings = [line.removeprefix("# ") for line in printed.splitlines() if re.match(r"# [a-z0-9-]+ = ", line)]
@@ -75,15 +83,20 @@ def test_flags_go_before_the_environment_and_that_before_the_file(
     found: dict[str, object] = {}
 
     def load(server: Server, state: ServerState, pool: ModelPool, model: PooledModel) -> None:
+        found.update(settings=model.current_settings)
         found.update(queue=pool.max_queue, seconds=pool.limits.request_seconds, budget=pool.budget)
 
     monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
     monkeypatch.setattr(serve, "_load", load)
     file = tmp_path / "headstart.toml"
-    file.write_text("max-queue = 7\ntimeout = 50\nport = 0\nmemory-gb = 1.5\nmodels = 'tiny-qwen3.5-moe'\n")
+    limits = "max-queue = 7\ntimeout = 50\nport = 0\nmemory-gb = 1.5\n"
+    file.write_text(f"{limits}max-k = 3\nspeculation = false\nmodels = 'tiny-qwen3.5-moe'\n")
     result = CliRunner().invoke(app, ["serve", "--config", str(file), "--timeout", "60"])
     assert result.exit_code == 0, result.stderr
     assert "Model:       tiny-qwen3.5-moe\n" in result.stdout
+    assert found["settings"] == Settings(speculation=False, max_k=3)
+    refused = CliRunner().invoke(app, ["serve", "--config", str(file), "--no-mtp"])
+    assert refused.stderr.startswith("error: max_k: this model cannot draft: ")
     assert (found["queue"], found["seconds"], found["budget"]) == (7, 60, 1_500_000_000)
 
 

@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from checkpoints import write
+from families import write_family
 from headstart.cli.main import app
 from vision_models import write_with_tower
 
@@ -16,8 +17,11 @@ KEYS = [
     "quantization",
     "parameters",
     "bytes",
+    "forward",
     "native_mtp",
     "vision",
+    "tables",
+    "index",
     "card",
     "known_drafter",
 ]
@@ -41,6 +45,14 @@ def test_json_is_one_object_with_the_promised_fields(tmp_path: Path) -> None:
     assert report["native_mtp"]["available"] is True
     assert (report["vision"]["available"], report["vision"]["parameters"]) == (False, 0)
     assert report["card"] is None
+
+
+def test_the_index_of_selected_tokens_is_shown(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm_moe_dsa")
+    size = 4 * (48 * 16 * 32 + 64 * 32 + 2 * 32 + 64 * 16)  # of wq_b, wk, k_norm and weights_proj, in float32
+    report = json.loads(inspect(str(tmp_path), "--json"))
+    assert report["index"] == {"layers": 4, "bytes": 4 * size}  # of three layers, and of the head
+    assert f"4 layers, {4 * size:,} bytes" in inspect(str(tmp_path))
 
 
 def test_a_vision_tower_is_shown(tmp_path: Path) -> None:

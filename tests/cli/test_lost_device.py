@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.cli.serve import RESTARTED
+from headstart.cli.serve import RESTARTED, _restarted
 
 TESTS = Path(__file__).parents[1]
 BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 24, "min_tokens": 24, "temperature": 0}
@@ -73,3 +73,10 @@ def test_it_ends_where_it_may_not_start_anew_or_did_so_a_moment_ago() -> None:
         *_, last = said.strip().splitlines()
         assert last.startswith("error: the GPU's driver ignores this process")
         assert why in last
+
+
+def test_a_variable_that_holds_no_time_is_not_taken_for_a_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RESTARTED, "x")
+    assert _restarted() is None
+    monkeypatch.setenv(RESTARTED, f"{time.time()} lost")
+    assert "lost" in str(_restarted())

@@ -76,6 +76,17 @@ def test_ollamas_names_work(name: str, ours: str) -> None:
     shown, expected = [CliRunner().invoke(app, [each, "--help"]).stdout.splitlines() for each in (name, ours)]
     assert shown[1:] == expected[1:]
     assert len(shown) > 3
+    assert CliRunner().invoke(app, ["help", name]).stdout.splitlines() == shown
+
+
+@pytest.mark.parametrize("command", WITH_MODEL)
+@pytest.mark.parametrize("flag", [[], ["-m"]])
+def test_an_empty_name_is_no_name_for_the_builtin_model(command: str, flag: list[str]) -> None:
+    """As a script has it whose variable is not set."""
+    prompt = ["-p", "Hello"] if command == "generate" else []
+    result = CliRunner().invoke(app, [command, *flag, "", *prompt])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the model's name is empty")
 
 
 @pytest.mark.parametrize("command", WITH_MODEL)

@@ -42,10 +42,19 @@ def test_a_model_is_downloaded_listed_and_removed(hub: Hub, tmp_path: Path) -> N
     assert "not in " in run("remove", "org/model", code=1)
 
 
+def test_run_downloads_what_is_not_there_and_answers(hub: Hub) -> None:
+    hub.models["org/small"] = resolve("tiny-qwen3.5-moe")
+    for downloads in (True, False):
+        result = CliRunner().invoke(app, ["run", "org/small", "Hello", "-n", "4"])
+        assert result.exit_code == 0, result.output
+        assert ("Downloading org/small" in result.output) == downloads
+        assert result.stdout.strip()
+
+
 def test_only_downloaded_models_are_removed(hub: Hub, tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", "dense")
-    for name in (str(folder), "tiny-qwen3.5"):
-        assert "not a downloaded model" in run("remove", name, "--yes", code=1)
+    assert f"Delete the folder {folder} yourself" in run("remove", str(folder), "--yes", code=1)
+    assert "It comes with Headstart, and stays." in run("remove", "tiny-qwen3.5", "--yes", code=1)
     assert read_layout(folder)
 
 

@@ -209,7 +209,7 @@ def test_adapters_go_to_the_first_model_or_to_the_one_that_they_name(
     )
     result = CliRunner().invoke(app, ["serve", "--config", str(config)])
     assert result.exit_code == 0, result.stderr
-    assert [[adapter.name for adapter in model.info.adapters] for model in pools[0].models] == [["a", "c"], ["b"]]
+    assert [[adapter.name for adapter in model.adapters] for model in pools[0].models] == [["a", "c"], ["b"]]
     for given, said in (
         ("tune", "--adapter tune: write NAME=PATH"),
         ("=there", "--adapter =there: write NAME=PATH"),

@@ -29,12 +29,15 @@ class SimulatedDevice:
     asynchronous: bool = False
     cut: int | None = 1
     widest: int = CHUNK  # tokens of a pass
+    describe: float = 0.0  # seconds of the host for a layer of a pass, and for a step
+    ahead: int | None = None  # layers that are launched at once
 
     now: float = field(default=0.0, init=False)
     ready: float = field(default=0.0, init=False)  # when all that was launched is done
     read: float = field(default=0.0, init=False)  # when the last pass is done
     passes: list[tuple[float, int, int]] = field(default_factory=list, init=False)  # launched when, begin, end
     steps: dict[int, float] = field(default_factory=dict, init=False)  # when it is done, by id
+    layers: dict[int, float] = field(default_factory=dict, init=False)  # likewise, by the id of what it made
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
@@ -43,6 +46,7 @@ class SimulatedDevice:
         patch.setattr(StockCpu, "asynchronous", self.asynchronous)
         patch.setattr(StockCpu, "cut", self.cut)
         patch.setattr(StockCpu, "widest", self.widest)
+        patch.setattr(StockCpu, "layers_ahead", self.ahead)
         honest, start, read = prefill.prefill_by_layers, PendingStep.start, PendingStep.read
 
         def simulated_prefill(model: Any, batch: Any, tokens: mx.array, *rest: Any) -> Any:
@@ -50,13 +54,17 @@ class SimulatedDevice:
             self.passes.append((self.now, begin, begin + width))
             steps = honest(model, batch, tokens, *rest)
             for _ in model.layers:
+                self.now += self.describe
                 self._work(self.pass_seconds(begin, width) / len(model.layers))
                 self.read = self.ready
-                yield next(steps)
+                made = next(steps)
+                self.layers[id(made)] = self.ready
+                yield made
             return finish(steps)
 
         def simulated_start(step: PendingStep) -> None:
             start(step)
+            self.now += self.describe
             self._work(self.step)
             self.steps[id(step)] = self.ready
 
@@ -72,6 +80,13 @@ class SimulatedDevice:
         patch.setattr(PendingStep, "start", simulated_start)
         patch.setattr(PendingStep, "read", simulated_read)
         patch.setattr(prompt_reader, "mx", SimpleNamespace(eval=wait))
+
+        def wait_for_layers(arrays: Sequence[mx.array]) -> None:
+            self.now = max([self.now, *(self.layers.pop(id(array), 0.0) for array in arrays)])
+            mx.eval(arrays)
+
+        of_passes = SimpleNamespace(array=mx.array, int32=mx.int32, async_eval=mx.async_eval, eval=wait_for_layers)
+        patch.setattr(prefill, "mx", of_passes)
 
     def pass_seconds(self, begin: int, width: int) -> float:
         return self.launch + width * (self.token + self.context * (begin + width / 2) / 1000)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import headstart
-import headstart.engine.prefill
 import headstart.state.disk_prefix
 from adapters import write_adapter
 from checkpoints import write
@@ -82,7 +81,7 @@ def test_sequences_that_leave_and_join_keep_their_adapters(model: Model) -> None
 def test_prefixes_are_those_of_one_adapter(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
     monkeypatch.setattr(headstart.state.disk_prefix, "MAX_WAITING", 99)  # of a slow disk too, nothing is dropped
     root = tmp_path_factory.mktemp("one")
     model, other = adapted(root / "a", "dense"), adapted(root / "b", "dense", seed=3)

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Engine, Request
+from headstart.engine.memory import memory_for_sequences
 from headstart.errors import Busy, RequestError
 from headstart.limits import MAX_K
 from headstart.models import Model
@@ -167,6 +168,7 @@ def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
     prompts = [random_prompt(model, length, length) for length in lengths]
     handles = [submit(engine, prompts[0], max_tokens=4, k=k)]
     handles += [submit(engine, prompt, max_tokens=40, k=k) for prompt in prompts[1:]]
+    engine.prefill_all()
     room = []
     while engine.run_once():
         if engine.scheduler.running.batch is not None:
@@ -223,6 +225,19 @@ def test_what_other_processes_take_of_the_host_or_container_is_not_left(
 
 def test_where_there_is_no_proc_all_that_is_installed_counts(tmp_path: Path) -> None:
     assert available_on_host(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(("info", "expected"), [({"free_memory": GIB}, ["clear", "wait"]), ({}, [])])
+def test_what_a_pool_keeps_is_given_back_before_memory_is_divided(
+    info: dict[str, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("mlx.core.device_info", lambda: info)
+    monkeypatch.setattr("mlx.core.clear_cache", lambda: done.append("clear"))
+    monkeypatch.setattr("mlx.core.synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr("headstart.engine.memory.unused", lambda: 2 * GIB)
+    assert memory_for_sequences() == int(0.9 * 2 * GIB)
+    assert done == expected
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 def test_a_sequence_generates_the_same_whichever_join_leave_or_are_cancelled(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 64)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 64)
     model, rng = random_model(family), random.Random(f"{family} {rows}")
     engine = Engine(model, max_sequences=rows)
     requests, widest, todo = [], 0, 2 * rows + 4

@@ -142,7 +142,7 @@ class EverySource(DepthController):
 
 def test_sequences_join_leave_and_resume_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """All sources in turn, every rule but the unseeded, prompts with a common prefix, and answers of every length."""
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 16)
     model, common = pair(), random_prompt(pair(), 40, 1)
     engine = Engine(model, max_sequences=4, depth=EverySource.of(model), prefix=PrefixCache(10**8, chunk=16))
     asked: list[Any] = []

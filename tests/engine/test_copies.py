@@ -226,7 +226,7 @@ def test_unseeded_answers_with_copies_end_as_they_should() -> None:
 
 
 def test_an_answer_is_the_same_with_copies_after_a_prefix_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 16)
     model = random_model("dense")
     prompt = repeated(model, 44, 1)
     engine = Engine(model, depth=Eager(model.max_k), prefix=PrefixCache(10**8, chunk=16))

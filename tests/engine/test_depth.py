@@ -70,6 +70,14 @@ def test_depth_converges_within_30_rounds(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", SOME)
+def test_a_first_answer_is_decoded_near_the_best_depth(machine: str) -> None:
+    """The first 24 rounds of a fresh server, some 64 tokens: the controller knows the times of its calibration."""
+    for text in ("good", "falling", "poor"):
+        runs = [simulate(MACHINES[machine], TEXTS[text], 24, seed=seed) for seed in range(12)]
+        assert statistics.mean(run.share() for run in runs) >= (0.9 if machine == "step at 8" else 0.94), text
+
+
+@pytest.mark.parametrize("machine", SOME)
 def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
     rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
     runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]

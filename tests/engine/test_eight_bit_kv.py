@@ -6,7 +6,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import headstart.engine.prefill
 from fixtures import EVERY_FAMILY, Answer, collect, family_model, random_model, random_prompt
 from headstart.engine import Engine, Request
 from headstart.errors import CheckpointError
@@ -20,7 +19,7 @@ C = 16
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
 
 
 def ask(engine: Engine, *prompts: list[int], k: int | str = 3) -> list[Answer]:
@@ -74,9 +73,10 @@ def test_rows_join_and_leave_with_their_scales() -> None:
 
 
 HALVED = {"num_attention_heads": 2, "num_key_value_heads": 1}
+LATENT = ("glm4_moe_lite", "deepseek_v3", "longcat_flash", "deepseek_v32", "glm_moe_dsa", "bailing_hybrid")
 SIZES: dict[str, dict[str, Any]] = {  # with which heads are multiples of 32, where they are not already
     **dict.fromkeys(("llama", "sliding", "qwen2", "ernie4_5_moe", "mimo"), HALVED),
-    **{family: {"qk_rope_head_dim": 32} for family in ("glm4_moe_lite", "deepseek_v3", "longcat_flash")},
+    **{family: {"qk_rope_head_dim": 32} for family in LATENT},
     "mimo_v2_flash": dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim"), 32),
     "nemotron_h": {"head_dim": 32},
 }

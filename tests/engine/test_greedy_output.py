@@ -135,7 +135,7 @@ def test_greedy_output_is_the_same_however_the_prompt_is_cut(
     family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefix hit resumes at a multiple of the chunk, so every cut at multiples must give the same."""
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", chunk)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", chunk)
     model = random_model(family)
     lengths = (15, 16, 17, 33, 65, 100) if family == "dense" else (17, 33)
     prompts = [random_prompt(model, length, length) for length in (lengths if chunk < 512 else (513, 530))]
@@ -150,7 +150,7 @@ def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where a cut may change bits it is at a multiple, and a prefix entry ends there."""
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", 16)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 16)
     monkeypatch.setattr(StockCpu, "cut", None)
     cuts: list[int] = []
     prefill = headstart.engine.prefill.prefill_by_layers

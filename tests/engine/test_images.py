@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 import headstart.engine.images
-import headstart.engine.prefill
 from checkpoints import write_drafter
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, insert_images
@@ -126,7 +125,7 @@ def test_same_for_every_k_in_a_batch_and_with_short_chunks(
         answers = [read(handle) for handle in handles]
         assert same(answers[0], alone_text)
         assert all(same(a, b) for a, b in zip(answers[1:], expected, strict=True))
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)  # pictures are cut by chunks
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)  # pictures are cut by chunks
     assert alone(model, of_case(model, "several", **params))[0] == expected[0][0]
 
 
@@ -148,7 +147,7 @@ def test_logits_do_not_depend_on_the_slices(
 def test_every_k_with_and_without_a_prefix_hit(
     models: dict[str, Model], name: str, params: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
     model, cache = models[name], PrefixCache(1 << 28, chunk=C)
     expected, exact = alone(model, of_case(model, "in the middle", k=0, **params)), params in ({}, SEEDED)
     for k in range(9):
@@ -160,7 +159,7 @@ def test_every_k_with_and_without_a_prefix_hit(
 
 
 def test_prefix_cache_knows_pictures(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
     model, prompt = models["half"], [*range(30, 40), -1, *range(60, 90)]
     first, other = (request(model, prompt, [(64, 64)]) for _ in range(2))
     changed = np.array(other.images[0].pixels)
@@ -193,7 +192,7 @@ def test_pictures_are_resumed_from_the_disk(
     models: dict[str, Model], eight_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a KV cache of eight bits no answer depends on k, the batch or a hit."""
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
     model = models["half"].with_kv_bits(8) if eight_bits else models["half"]
     prompt = [*range(30, 40), -1, *range(60, 90)]
     first, other = (request(model, prompt, [size]) for size in ((64, 64), (64, 65)))  # as many tokens

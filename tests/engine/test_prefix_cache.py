@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-import headstart.engine.prefill
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
@@ -27,7 +26,7 @@ SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
 
 
 @dataclass
@@ -322,7 +321,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
         return prefill_by_layers(model, batch, tokens, following, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(headstart.engine.prefill, "prefill_by_layers", failing)
+        patch.setattr("headstart.engine.prefill.prefill_by_layers", failing)
         assert hear(submit(engine, prompt)).finish_reason == "error"
     assert assert_true(prefix, model) == 2
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))

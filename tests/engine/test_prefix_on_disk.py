@@ -6,7 +6,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import headstart.engine.prefill
 import headstart.engine.prefix_disk
 from fixtures import Answer, collect, random_model, random_prompt, submit
 from headstart.engine import Engine
@@ -19,7 +18,7 @@ LOTS = 1 << 28
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", C)
 
 
 def ask(model: Model, prompt: list[int], folder: Path | None) -> Answer:

@@ -131,7 +131,7 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
 
 def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they have generated is prefilled too, beyond the end of the prompt."""
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 4)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 4)
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=8, k=0), n=2), listener=events.append)
@@ -148,7 +148,7 @@ def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypat
 
 
 def test_a_prompt_that_is_recomputed_halfway_reports_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 4)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 4)
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2, k=0)), listener=events.append)

@@ -104,6 +104,20 @@ def test_where_prompts_cannot_be_cut_streams_wait_for_some_layers(
     assert LONG * token / long.first > 0.7
 
 
+def test_a_step_is_timed_by_the_device_and_not_by_a_host_that_describes_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An H200 with 35B-A3B takes as long for a layer of a pass, whose tokens are eight times as many there."""
+    device = SimulatedDevice(token=1.6e-4, step=0.0028, asynchronous=True, cut=64, widest=1024, describe=0.001)
+    device.ahead = 2
+    engine, running, long = streaming(device, monkeypatch, num_hidden_layers=40)
+    until(engine, long)
+    gaps = running[0].gaps(long.submitted, long.times[0])
+    layer = device.widest * device.token / 40
+    assert max(gaps) <= (READ_STEPS + 1) * device.step + 2 * layer + 2 * device.describe
+    assert device.prompt_seconds(LONG) / long.first > 0.5
+
+
 def test_streams_make_up_for_pieces_that_take_longer_than_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(token=0.004, step=0.025, asynchronous=True, cut=None)
     engine, running, long = streaming(device, monkeypatch)
@@ -197,7 +211,7 @@ def random_slices(patch: pytest.MonkeyPatch, seed: int) -> list[int]:
 def test_tokens_do_not_depend_on_the_slices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and seeded, with drafts and without, on a hit and on a miss."""
     model = random_model(family)
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 32)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 32)
     prompts = [random_prompt(model, length, length) for length in (3, 33, 70, 101)]
     asked = [
         {"k": 0},

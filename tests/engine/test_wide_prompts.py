@@ -4,7 +4,7 @@ Its prompts have other bits than decoding, and the same however they are cut at 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -19,12 +19,15 @@ import headstart.engine.step
 import headstart.engine.turns
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request
-from headstart.engine.prefill import WINDOW, pass_end
+from headstart.engine.prefill import launch_steps, pass_end
 from headstart.engine.turns import TurnMarker, chunk_ends
 from headstart.kernels import Backend
 from headstart.kernels.cpu.backend import StockCpu
+from headstart.kernels.cuda.prompts import CudaPrompts
 from headstart.kernels.layers import Layer
 from headstart.models import Model
+from headstart.models.abilities import WINDOW
+from headstart.models.memory import Footprint
 from headstart.sampling import SamplingParams
 from headstart.state import Chunks, PrefixCache
 
@@ -36,7 +39,7 @@ Ends = list[tuple[int, int | None]]
 class Coarse(StockCpu):
     """Reads prompts in bfloat16's precision."""
 
-    cut, widest, keeps = CUT, 96, True
+    cut, widest, keeps, layers_ahead = CUT, 96, True, 2
 
     def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
         return [made.astype(mx.bfloat16).astype(made.dtype) for made in super().multiply(x, layers)]
@@ -51,7 +54,7 @@ class Apart(StockCpu):
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", CHUNK)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", CHUNK)
     monkeypatch.setattr(headstart.engine.turns, "MIN_TURN", 16)
 
 
@@ -154,7 +157,7 @@ def test_one_pass_reads_several_turns_and_keeps_the_state_of_the_last(family: st
     assert hit.same_as(Heard(ask(engine_of(model), longer)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["dense", "moe", pytest.param("next", marks=pytest.mark.slow)])
 def test_answers_do_not_depend_on_how_prompts_are_cut(
     family: str, monkeypatch: pytest.MonkeyPatch, passes: Passes
 ) -> None:
@@ -273,3 +276,47 @@ def test_what_is_read_beside_streams_ends_at_multiples(passes: Passes) -> None:
     assert all(begin % CUT == 0 and (end % CUT == 0 or end == 149) for begin, end, _ in passes)
     assert answer.same_as(Heard(ask(engine_of(model), prompt)))
     Heard(stream)
+
+
+def test_a_pass_waits_for_the_layers_that_it_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, list[int]]] = []
+
+    def record(what: str) -> Any:
+        return lambda arrays: done.append((what, [int(array) for array in arrays]))
+
+    def layers() -> Iterator[mx.array]:
+        for layer in range(5):
+            done.append(("describe", [layer]))
+            yield mx.array(layer)
+
+    patched = SimpleNamespace(array=mx.array, async_eval=record("launch"), eval=record("wait for"))
+    monkeypatch.setattr(headstart.engine.prefill, "mx", patched)
+    (last,) = launch_steps(layers(), 2)
+    assert int(last) == 4
+    assert done == [
+        ("describe", [0]), ("describe", [1]), ("launch", [1]), ("wait for", []),
+        ("describe", [2]), ("describe", [3]), ("launch", [3]), ("wait for", [1]),
+        ("describe", [4]), ("launch", [4]), ("wait for", [3]),
+    ]  # fmt: skip
+
+
+def test_memory_for_reading_prompts_is_counted_at_admission() -> None:
+    class Hungry(Coarse):
+        def pass_bytes(self, layers: Sequence[Layer], dtype: mx.Dtype) -> int:
+            return 10**6
+
+    model = replace(random_model("dense"), backend=StockCpu())
+    plain = Footprint.of(model)
+    model.__dict__["reading"] = replace(model, backend=Hungry())
+    hungry = Footprint.of(model)
+    assert hungry.bytes([300, 20]) == plain.bytes([300, 20]) + 10**6
+    assert hungry.longest(10**7, 2) == plain.longest(10**7 - 10**6, 2)
+
+
+def test_an_nvidia_card_counts_what_it_widens() -> None:
+    model = random_model("dense")
+    layer = model.layers[0].module
+    shapes = [each.weight.shape for each in layer.modules() if isinstance(each, nn.Linear)]
+    for_layer = sum(rows * (columns + CudaPrompts.widest) for rows, columns in shapes)
+    found = CudaPrompts().pass_bytes(model.layers[:1], mx.bfloat16)
+    assert found == 2 * CudaPrompts.layers_ahead * 2 * for_layer

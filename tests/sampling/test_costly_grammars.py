@@ -15,6 +15,7 @@ LIMITED = [
     'start: text number\ntext[max_tokens=5]: /[a-z ]*/\nnumber: "! " /[0-9]{1,4}/',
     'start: "in a long literal prefix, " text "! and then some more " text\ntext[max_tokens=4]: /[a-z ]*/',
     'start: sentence number\nsentence[stop="."]: /[a-z .]*/\nnumber: /[0-9]{1,4}/',
+    'start: "in a text " <[70]> " and " <[70]> /[a-z ]{9,20}/',  # an ordinary token by its id
     'start: word+ "."\nword[stop=/[ ,]/, max_tokens=3]: /[a-z ,]{1,30}/',
 ]
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
@@ -24,7 +25,7 @@ EITHER = GrammarSpec("lark", f'start: "wide: " wide | "slim: " /[0-9]{{3}}/\nwid
 
 @pytest.mark.parametrize("source", LIMITED)
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_grammar_that_counts_tokens_is_followed_alike_for_every_k(source: str, way: dict[str, Any]) -> None:
+def test_a_grammar_that_cannot_be_taken_back_is_followed_alike_for_every_k(source: str, way: dict[str, Any]) -> None:
     spec = GrammarSpec("lark", source)
     together = answers([(spec, {"k": k, "max_tokens": 24, **way}) for k in (0, 1, 4, "auto")] + [(None, {})])[:4]
     (alone,) = answers([(spec, {"k": 3, "max_tokens": 24, **way})])

@@ -11,8 +11,8 @@ import typer
 from typer import Option
 
 from ..errors import HeadstartError, check_text
-from . import options, show
-from .download import find_drafter, find_model
+from . import machines, options, show
+from .download import find_model, message_alone
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,28 +24,27 @@ COMMAND = re.compile(r"/[a-z?]+( .*)?", re.IGNORECASE)  # and no path
 
 @options.with_message
 @options.with_model
+@options.with_parts
 @options.with_sampling
 def chat_command(
     model: str | None,
     message: str | None,
-    mtp: bool | None = options.MTP,
-    head: str | None = options.HEAD,
-    drafter: str | None = options.DRAFTER,
-    kv_bits: int | None = options.KV_BITS,
-    adapter_path: str | None = options.ADAPTER,
+    system_prompt: str | None = options.SYSTEM,
     show_drafts: bool = options.SHOW_DRAFTS,
     max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
+    parts: machines.Parts,
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer. With a MESSAGE, answer it and leave."""
     from rich.console import Console
 
     from ..checkpoint.template import chat_tokens
-    from ..library import load, stream_generate
+    from ..library import stream_generate
 
-    parts: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": find_drafter(drafter), "kv_bits": kv_bits}
-    loaded, tokenizer = load(find_model(model), adapter_path=adapter_path, **parts)
+    if model is not None and " " in model:  # one word is more likely a model that is not here
+        model, message = message_alone(model, message)
+    loaded, tokenizer = machines.load_share(find_model(model), None, **parts)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if message is None:
         aside.print(HELP, style="dim")
@@ -56,10 +55,11 @@ def chat_command(
 
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
-    messages: list[dict[str, str]] = []
+    first = options.system_message(system_prompt)
+    messages = [*first]
     for line in iter(partial(_read_line, aside), None) if message is None else [message]:
         if line == "/clear":
-            messages.clear()
+            messages = [*first]
         elif COMMAND.fullmatch(line):
             aside.print(HELP if line == "/help" else f"{line.split()[0]} is unknown. {HELP}", style="dim")
         elif line:

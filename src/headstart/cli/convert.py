@@ -41,7 +41,7 @@ def convert_command(
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head. A block
-    drafter is quantised but for `fc`."""
+    drafter is quantised but for what joins it to its model."""
     import mlx.core as mx
 
     from ..checkpoint import read_layout
@@ -82,9 +82,13 @@ def _convert_drafter(folder: Path, destination: Path, recipe: "Recipe", dtype: s
 
 
 def _print_plan(plan: "Conversion") -> None:
+    from ..checkpoint.tables import TABLES
+
     rows = [["file", "tensors", "bytes"]]
     for file, arrays in plan.files.items():
         rows.append([file, f"{len(arrays):,}", f"{sum(array.nbytes for array in arrays.values()):,}"])
+    if tables := plan.source.tables:
+        rows.append([TABLES, f"{len(tables):,}", f"{sum(table.nbytes for table in tables):,}"])
     rows.append(["in all", "", f"{plan.nbytes:,}"])
     print_table(rows, right=(1, 2))
     head = plan.recipe.head_bits

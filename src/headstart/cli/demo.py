@@ -11,8 +11,9 @@ from . import options, show
 from .download import find_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from ..engine import Stats
     from ..library import GenerationResponse
 
 PROMPT = "Write a Python function that reads a JSON file and returns its contents."
@@ -64,17 +65,8 @@ def demo_command(model: str | None) -> None:
             measured.append(responses[-1].stats.generation_tps)
             differing += [response.token for response in responses] != plain
 
-    runs, sides = len(rates[0]), (off[-1].stats, on[-1].stats)
-    rows = [
-        ["speculation", "off", "on"],
-        ["tokens per second", *(f"{median(each):.1f}" for each in rates.values())],
-        [f"lowest to highest of {runs} runs", *(f"{min(each):.1f}–{max(each):.1f}" for each in rates.values())],
-        ["passes of the model", *(str(stats.rounds) for stats in sides)],
-        ["tokens per pass", *(f"{stats.tokens_per_round:.2f}" for stats in sides)],
-    ]
-    if shares := show.acceptance(on[-1].stats):
-        rows.append(["drafts accepted, by position", "–", shares])
-    show.print_table(rows, right=(1, 2))
+    runs = len(rates[0])
+    _print_comparison(list(rates.values()), (off[-1].stats, on[-1].stats))
     gain = median(rates["auto"]) / median(rates[0])
     pays = "" if gain > 1.02 else "Speculation does not pay on this machine for this text. "
     typer.echo(f"\n{pays}With speculation: {gain:.2f} times the tokens per second.")
@@ -85,3 +77,17 @@ def demo_command(model: str | None) -> None:
     else:
         typer.echo(f"The tokens differ in {differing} of the runs: this device rounds windows differently.\n")
     typer.echo("Next: `headstart chat` to talk to it, `headstart serve` for a server with a dashboard.\n")
+
+
+def _print_comparison(rates: "Sequence[Sequence[float]]", stats: "tuple[Stats, Stats]") -> None:
+    """Print what was measured without speculation and with it."""
+    rows = [
+        ["speculation", "off", "on"],
+        ["tokens per second", *(f"{median(each):.1f}" for each in rates)],
+        [f"lowest to highest of {len(rates[0])} runs", *(f"{min(each):.1f}–{max(each):.1f}" for each in rates)],
+        ["passes of the model", *(str(each.rounds) for each in stats)],
+        ["tokens per pass", *(f"{each.tokens_per_round:.2f}" for each in stats)],
+    ]
+    if shares := show.acceptance(stats[1]):
+        rows.append(["drafts accepted, by position", "–", shares])
+    show.print_table(rows, right=(1, 2))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from ..errors import CheckpointError
+
 
 def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False) -> Path:
     """Return the model's folder, downloaded where needed. A dry run exits instead of downloading.
@@ -18,6 +20,20 @@ def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False)
     if isinstance(found, Path):
         return found
     return download(found, vision=vision, announce=partial(announce_download, found, dry_run=dry_run))
+
+
+def message_alone(model: str | None, message: str | None) -> tuple[str | None, str | None]:
+    """Return the model and the message that a user wrote: one argument that names no model is a message."""
+    from ..checkpoint.hub import locate
+
+    if not model or message is not None:
+        return model, message
+    try:
+        locate(model)
+    except CheckpointError:
+        typer.echo("No model has this name: it is the prompt, for the small built-in one.", err=True)
+        return None, model
+    return model, None
 
 
 def find_drafter(name: str | None) -> Path | None:

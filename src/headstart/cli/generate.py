@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from ..errors import CheckpointError, RequestError
+from ..errors import RequestError
 from ..open_files import read_text
 from . import machines, options, show
-from .download import find_model
+from .download import find_model, message_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,22 +22,20 @@ if TYPE_CHECKING:
 
 @options.with_message
 @options.with_model
+@options.with_parts
 @options.with_sampling
 def generate_command(
     model: str | None,
     message: str | None,
     prompt: str | None = Option(None, "--prompt", "-p", help="What to answer."),
     prompt_file: str | None = Option(None, help="Read the prompt from a file; - is standard input."),
-    mtp: bool | None = options.MTP,
-    head: str | None = options.HEAD,
-    drafter: str | None = options.DRAFTER,
-    kv_bits: int | None = options.KV_BITS,
-    adapter_path: str | None = options.ADAPTER,
+    system_prompt: str | None = options.SYSTEM,
     raw: bool = Option(False, "--raw", help="Continue the prompt as it is, without a chat template."),
     as_json: bool = Option(False, "--json", help="Print a JSON object: text, tokens, finish_reason, stats."),
     show_drafts: bool = options.SHOW_DRAFTS,
     split: options.Split = options.SPLIT,
     *,
+    parts: machines.Parts,
     sampling: dict[str, Any],
 ) -> None:
     """Answer one prompt. The text goes to standard output, a line of statistics to standard error. The prompt is
@@ -48,15 +46,13 @@ def generate_command(
     from ..cluster import follow, lead
     from ..library import stream_generate
 
-    if model is not None and message is prompt is prompt_file is None and not _is_model(model):
-        model, message = None, model
-        typer.echo("No model has this name: it is the prompt, for the small built-in one.", err=True)
+    if prompt is prompt_file is None:
+        model, message = message_alone(model, message)
     if message is not None and prompt is not None:
         raise RequestError("the prompt is given twice: as MESSAGE and with --prompt")
+    if raw and system_prompt is not None:
+        raise RequestError("--system-prompt is written by a chat template: leave out --raw")
     prompt = message if prompt is None else prompt
-    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter, "kv_bits": kv_bits}
-    if adapter_path is not None:
-        parts["adapter_path"] = adapter_path
     with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
             follow(cluster, *machines.load_share(find_model(model), cluster, split, **parts)).run()
@@ -64,7 +60,8 @@ def generate_command(
         text = _read_prompt(prompt, prompt_file)
         loaded, tokenizer = machines.load_share(find_model(model), cluster, split, **parts)
         engine = lead(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
-        tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
+        messages = [*options.system_message(system_prompt), {"role": "user", "content": text}]
+        tokens = text if raw else chat_tokens(tokenizer, messages)
         aside = Console(stderr=True, highlight=False)
         shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
         responses = stream_generate(loaded, tokenizer, tokens, **shared)
@@ -78,15 +75,6 @@ def generate_command(
         _, stopped = show.print_answer(responses, console, aside, origins=show_drafts)
         if stopped:
             raise typer.Exit(130)
-
-
-def _is_model(name: str) -> bool:
-    from ..checkpoint.hub import locate
-
-    try:
-        return bool(locate(name))
-    except CheckpointError:
-        return False
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:

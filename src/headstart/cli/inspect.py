@@ -30,7 +30,7 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     if as_json:
         typer.echo(json.dumps(report))
         return
-    rows = {name: report[name] for name in ("path", "family", "layout", "dtype")}
+    rows = {name: report[name] for name in ("path", "family", "forward", "layout", "dtype")}
     rows["quantization"] = _describe(report["quantization"])
     rows |= {name: f"{report[name]:,}" for name in ("parameters", "bytes")}
     rows["MTP head"] = "available" if mtp["available"] else "not available"
@@ -42,9 +42,14 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     vision = report["vision"]
     size = f"{vision['parameters']:,} parameters, {vision['bytes']:,} bytes, {vision['dtype']}"
     rows["vision tower"] = size if vision["available"] else f"not available: {vision['reason']}"
+    if (tables := report["tables"])["count"]:
+        size = f"{tables['parameters']:,} parameters, {tables['bytes']:,} bytes"
+        rows["n-gram tables"] = f"{size}, read from disk a few rows a token"
+    if (index := report["index"])["layers"]:
+        rows["index of tokens"] = f"{index['layers']} layers, {index['bytes']:,} bytes"
     rows["card"] = report["card"] or "none"
     if report["known_drafter"]:
-        rows["block drafter"] = f"{report['known_drafter']} (--drafter)"
+        rows["drafter"] = f"{report['known_drafter']} (--drafter)"
     print_table([[name, value] for name, value in rows.items()])
 
 
@@ -54,8 +59,10 @@ def _show_drafter(report: dict[str, Any], as_json: bool) -> None:
         return
     rows = {name: str(report[name]) for name in ("path", "family", "dtype")}
     rows["quantization"] = _describe(report["quantization"])
-    rows |= {name: f"{report[name]:,}" for name in ("parameters", "bytes", "block_size", "mask_token_id")}
-    rows["target layers"] = ", ".join(map(str, report["target_layer_ids"]))
+    counts = ("parameters", "bytes", "block_size", "mask_token_id", "layers", "clusters", "scored_clusters")
+    rows |= {name: f"{report[name]:,}" for name in counts if report.get(name) is not None}
+    if "target_layer_ids" in report:
+        rows["target layers"] = ", ".join(map(str, report["target_layer_ids"]))
     rows["for a model of"] = ", ".join(f"{name} {size}" for name, size in report["target"].items() if size)
     print_table([[name, value] for name, value in rows.items()])
 

@@ -63,11 +63,11 @@ class Parts(TypedDict):
     head: str | None
     drafter: str | None
     kv_bits: int | None
-    adapter_path: NotRequired[str]
+    adapter_path: NotRequired[str | None]
 
 
 def load_share(
-    folder: Path, machines: "Machines | None", split: "Split", **parts: Unpack[Parts]
+    folder: Path, machines: "Machines | None", split: "Split" = "tensor", **parts: Unpack[Parts]
 ) -> "tuple[Model, TokenizerWrapper]":
     """Load the model, or this machine's share of it."""
     from .. import cluster, library

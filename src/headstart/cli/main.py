@@ -64,6 +64,9 @@ class Commands(TyperGroup):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             sys.exit(1)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def get_command(self, ctx: Any, name: str) -> Any:
         return super().get_command(ctx, ALIASES.get(name, name))
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typer import Argument, Option
 
-from ..errors import RequestError
+from ..errors import RequestError, check_text
 
 Command = Callable[..., None]
 Split = Literal["tensor", "pipeline"]
@@ -20,7 +20,7 @@ HEAD = Option(
 DRAFTER = Option(
     None,
     metavar="DRAFTER",
-    help="Draft with a block drafter (DFlash, DFlash2) made for the model: a folder or hub id.",
+    help="Draft with a drafter made for the model (DFlash, DFlash2, a Gemma 4's assistant): a folder or hub id.",
 )
 KV_BITS = Option(None, metavar="8", help="Keep KV caches in 8 bits: half the memory, not exact.")
 ADAPTER = Option(
@@ -40,12 +40,13 @@ OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .js
 MODEL = Argument(
     None, metavar="MODEL", help="A folder, a built-in or cached model, or hub id.", show_default="built-in"
 )
+SYSTEM = Option(None, "--system-prompt", help="The system message before the conversation.")
 MESSAGE = Argument(None, metavar="MESSAGE", help="What to answer.", show_default=False)
 # The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_tokens": (int, Option(None, "--max-tokens", "-n", show_default="256", help="Most tokens to generate.")),
     "k": (str, Option(None, metavar="auto|N", show_default="auto", help="Drafts per step; 0 drafts nothing.")),
-    "temperature": (float, Option(None, "--temperature", "-t", show_default="0", help="0 is greedy.")),
+    "temperature": (float, Option(None, "--temperature", "--temp", "-t", show_default="0", help="0 is greedy.")),
     "top_p": (float, Option(None, show_default="1", help="Keep the likeliest tokens that add up to this.")),
     "top_k": (int, Option(None, show_default="0", help="Keep this many tokens; 0 keeps all.")),
     "min_p": (float, Option(None, show_default="0", help="Keep tokens this likely, relative to the likeliest.")),
@@ -57,13 +58,20 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 }
 
 
+def system_message(text: str | None) -> list[dict[str, str]]:
+    """Return the messages that begin a conversation."""
+    if text is not None:
+        check_text(text, "--system-prompt")
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
 def with_model(command: Command) -> Command:
     """Give a command MODEL as an argument and as --model. It gets whichever the user wrote, as `model`."""
 
     def model(given: dict[str, Any]) -> str | None:
         if None not in given.values():
             raise RequestError(f"MODEL is {given['model']}, and --model is {given['model_option']}: name it once")
-        return given["model"] or given["model_option"]
+        return given["model_option"] if given["model"] is None else given["model"]
 
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
     return replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
@@ -96,6 +104,18 @@ def with_models(command: Command) -> Command:
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
     flags = {"model": (list[str], many), "model_option": (list[str], option)}
     return replace_parameter(command, "models", flags, models)
+
+
+def with_parts(command: Command) -> Command:
+    """Give a command the flags for what of a model is loaded beside its trunk. It gets their values as `parts`."""
+    flags: dict[str, tuple[Any, Any]] = {
+        "mtp": (bool, MTP),
+        "head": (str, HEAD),
+        "drafter": (str, DRAFTER),
+        "kv_bits": (int, KV_BITS),
+        "adapter_path": (str, ADAPTER),
+    }
+    return replace_parameter(command, "parts", flags, lambda given: given)
 
 
 def with_sampling(command: Command) -> Command:

@@ -57,7 +57,8 @@ def probe_command(
     if block is not None:
         about["drafter"] = hub_id(block) or block.absolute().name
     remedy = _remedy(layout) if block is None else "Name the drafter that was released for this model."
-    report = ProbeReport(about, system_info(), depths, different, remedy)
+    excluded = [each for check in loaded.backend.checks() for each in check.excluded]
+    report = ProbeReport(about, system_info(), depths, different, remedy, excluded)
     print_report(report, as_json, output)
     if not report.passed:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import DeviceLost, HeadstartError
+from ..errors import DeviceLost, HeadstartError, RequestError
 from . import machines, options
 from .config import read_again
 from .progress import show_line
@@ -78,6 +78,7 @@ def _serve(
     """Listen, find and load the models meanwhile, and serve them. Return the device's thread, which has ended, and
     the port."""
     from ..server.app import create_app
+    from ..server.errors import Refusal
     from ..server.listen import bind
     from ..server.middleware import hosts_for
     from ..server.server import Server
@@ -99,6 +100,11 @@ def _serve(
         shared = join_cluster(cluster, models, settings, limits) if cluster is not None else None
         pool, first = (shared, []) if shared is not None else make_pool(models, settings, limits)
         pool.names.use(settings.aliases, settings.default_model)
+        for model in pool.models:
+            try:
+                model.configure(**settings.drafting)
+            except Refusal as refused:
+                raise RequestError(str(refused.detail)) from None
         server.call(open_app(app, state, pool, allow_download=settings.allow_download)).result()
         for model in first:
             _load(server, state, pool, model)
@@ -138,9 +144,11 @@ def _start_anew(problem: str, port: int) -> None:
 def _restarted() -> tuple[str, float] | None:
     """Return why and when, by time.monotonic, this process was started anew by the one before it."""
     when, _, problem = os.environ.get(RESTARTED, "").partition(" ")
-    if not when:
+    try:
+        since = time.time() - float(when)
+    except ValueError:  # none started it
         return None
-    return f"the process was started anew ({problem or 'unknown'})", time.monotonic() - (time.time() - float(when))
+    return f"the process was started anew ({problem or 'unknown'})", time.monotonic() - since
 
 
 def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
@@ -154,8 +162,7 @@ def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
         LOG.error("keys and limits stay as they were: %s", error)
         return
     keys.replace(changed)
-    limits.prompt_tokens, limits.requests_per_client = now.max_prompt_tokens, now.max_client_requests
-    limits.request_seconds = now.timeout
+    now.change(limits)
     LOG.warning("keys and limits were read again")
 
 
@@ -170,8 +177,8 @@ def _reopen_closed_streams() -> None:
 
 def _greet(pool: "ModelPool", host: str, port: int, *, key: bool) -> None:
     first, *others = pool.models
-    most = first.info.most_drafts
-    drafts = f"on, up to {most} drafts per step" if most else f"off: {first.info.native_mtp['reason']}"
+    most = first.most_drafts
+    drafts = f"on, up to {most} drafts per step" if most else f"off: {first.native_mtp['reason']}"
     name = f"{first.id}; when needed {', '.join(each.id for each in others)}" if others else first.id
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_layout
 from ..checkpoint.local import local_models
@@ -15,7 +15,6 @@ from ..errors import HeadstartError, RequestError
 from ..models.memory import unused
 from ..server.model_pool import ModelPool
 from ..server.pooled_model import PooledModel
-from ..server.served_model import ModelInfo, ServedModel
 from ..server.settings import Limits
 from . import machines
 from .download import find_drafter, find_model
@@ -56,11 +55,11 @@ def join_cluster(cluster: "Machines", models: list[str], settings: ServeSettings
     if cluster.rank:
         follow(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
         return None
-    info = ModelInfo.of(read_layout(folder), id=settings.model_id, mtp=settings.mtp)
-    served = ServedModel.of(info, loaded, tokenizer)
-    engine = lead(cluster, served.model, tokenizer, prefix=shared, **settings.sizes)
+    named: dict[str, Any] = {"id": settings.model_id, "mtp": settings.mtp}
+    model = PooledModel.of_loaded(read_layout(folder), loaded, tokenizer, **named)
+    engine = lead(cluster, model.read(), tokenizer, prefix=shared, **settings.sizes)
     engine.warm_up()
-    return ModelPool.of_one(EngineThread(engine), served, limits)
+    return ModelPool.of_one(EngineThread(engine), model, limits)
 
 
 def _find_models(names: list[str], settings: ServeSettings) -> list[PooledModel]:

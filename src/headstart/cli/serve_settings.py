@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from typer import Option
 
 from ..errors import ClusterError, RequestError
-from ..limits import MAX_IMAGE_PIXELS
+from ..limits import MAX_IMAGE_PIXELS, MAX_K
 from . import options
 from .config import use_config_file
 from .machines import Parts
@@ -46,6 +46,12 @@ class ServeSettings:
         None,
         metavar="NAME=PATH",
         help="A LoRA adapter of the first model, which clients call MODEL:NAME. MODEL:NAME=PATH is another's.",
+    )
+    speculation: bool = Option(
+        True, "--speculation/--no-speculation", help="Draft. PATCH /v1/settings changes it while the server runs."
+    )
+    max_k: int | None = Option(
+        None, min=0, max=MAX_K, help="Most drafts per step; PATCH changes it too.", show_default="the model's"
     )
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
@@ -96,6 +102,12 @@ class ServeSettings:
         return {"max_sequences": self.max_sequences, "max_queue": self.max_queue}
 
     @property
+    def drafting(self) -> dict[str, Any]:
+        """Return what the user said of the settings that `PATCH /v1/settings` changes."""
+        depth = {} if self.max_k is None else {"max_k": self.max_k}
+        return depth if self.speculation else {"speculation": False, **depth}
+
+    @property
     def prefix_bytes(self) -> int | None:
         return None if self.prefix_cache_gb is None else int(self.prefix_cache_gb * 1e9)
 
@@ -111,6 +123,7 @@ class ServeSettings:
             "--head": self.head,
             "--drafter": self.drafter,
             "--images": self.images,
+            "--max-k": self.max_k is not None,
         }
         for flag, given in for_one.items():
             if given and self.several(models):
@@ -152,15 +165,19 @@ class ServeSettings:
 
             recorder = Recorder(self.record)
             LOG.warning("RECORDING: every prompt and every answer of every client is written to %s", self.record)
-        return Limits(
+        limits = Limits(
             recorder=recorder,
             body_bytes=Limits.body_bytes + (Limits.image_bytes if self.images else 0),
             image_urls=self.allow_image_urls,
-            prompt_tokens=self.max_prompt_tokens,
-            requests_per_client=self.max_client_requests,
-            request_seconds=self.timeout,
             connections=connection_limit(self.max_connections),
         )
+        self.change(limits)
+        return limits
+
+    def change(self, limits: "Limits") -> None:
+        """Set those of the limits that a reload may change."""
+        limits.prompt_tokens, limits.requests_per_client = self.max_prompt_tokens, self.max_client_requests
+        limits.request_seconds = self.timeout
 
 
 def settings_of(params: dict[str, Any]) -> ServeSettings:

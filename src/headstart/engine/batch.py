@@ -67,7 +67,7 @@ class Batch:
                 counts = counts.at[0, mx.array(list(tokens[-generated:]), mx.int32)].add(1.0)
         return cls(
             trunk_state=model.make_state(1),
-            head_state=model.make_head_state(1) if max_k and model.has_head else None,
+            head_state=model.make_head_state(1) if max_k and model.drafts_from_pairs else None,
             unseen=_no_pairs(model, 1),
             history=mx.array([tokens], mx.int32),
             last=mx.array([tokens[-1]], mx.int32),
@@ -204,4 +204,4 @@ def _pad_left(recent: mx.array, length: int) -> mx.array:
 
 
 def _no_pairs(model: Model, rows: int) -> UnseenPairs:
-    return UnseenPairs.empty(rows, int(model.config["hidden_size"]), model.dtype)
+    return UnseenPairs.empty(rows, model.hidden_size, model.dtype)

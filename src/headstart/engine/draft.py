@@ -13,6 +13,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..models import Model
+from ..models.dflash import DFlash
 from ..sampling import Proposal
 from ..state import BatchState
 from .batch import Batch
@@ -26,11 +27,14 @@ class Source(IntEnum):
     HEAD = 1
     REDUCED = 2  # the head, which scores the model's draft vocabulary only
     BLOCK = 3  # the block drafter
+    ASSISTANT = 4  # Gemma 4's
 
 
 def draft_limits(model: Model) -> dict[Source, int]:
     """Return the most drafts per step of every source that a model has. A fixed k asks for drafts of the first."""
-    limits = {Source.BLOCK: model.drafter.max_k} if model.drafter is not None else {}
+    limits = {}
+    if model.drafter is not None:
+        limits[Source.BLOCK if isinstance(model.drafter, DFlash) else Source.ASSISTANT] = model.drafter.max_k
     if model.has_head:
         limits[Source.HEAD] = model.max_k
     if model.draft_vocabulary is not None:
@@ -64,7 +68,8 @@ def head_drafts(
 def see_pairs(model: Model, batch: Batch, embeddings: mx.array | None = None) -> None:
     """Let the head see the committed pairs that it has not seen. `embeddings` [B, T, H] take the place of their
     tokens."""
-    model.backend.see(model.draft_head, _head_state(batch), batch.unseen, embeddings)
+    if model.has_head:
+        model.backend.see(model.draft_head, _head_state(batch), batch.unseen, embeddings)
     _keep_unseen(model, batch)
 
 
@@ -91,7 +96,7 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
     proposal = Proposal.none(batch.size)
     if k == 0:
         return proposal
-    assert model.drafter is not None
+    assert isinstance(model.drafter, DFlash)
     context, selects = batch.context(k + 1), model.drafter.selects
     logits, hidden = model.block_logits(batch.last, k, batch.trunk_state)
     width = 1 if selects or context.controls.adjusts else k  # with penalties, a draft changes what follows
@@ -102,6 +107,28 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
             before = proposal.tokens[:, -1] if j else batch.last
             here = model.drafter.rescore(model.backend, here, hidden[:, j : j + 1], before)
         proposal = model.backend.propose(here, proposal, context, given)
+    return proposal
+
+
+def assistant_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+    """Return k drafts of Gemma 4's assistant, each from the one before it.
+
+    It has no state: it is given the newest of the trunk's hidden states, and reads the trunk's caches.
+    """
+    proposal = Proposal.none(batch.size)
+    if k == 0:
+        return proposal
+    batch.collect_unseen()
+    batch.unseen = batch.unseen.latest(1)
+    token, hidden, context = batch.last, batch.unseen.hidden, batch.context(k + 1)
+    if not batch.unseen.width:  # a prompt of one token: any draft will do
+        hidden = mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
+    draft = model.assistant_drafts(batch.trunk_state)
+    for j in range(k):
+        logits, hidden = draft(model.backend, model.embed, hidden, token)
+        given = certain[:, j : j + 1] if certain is not None else None
+        proposal = model.backend.propose(logits, proposal, context, given)
+        token = proposal.tokens[:, -1]
     return proposal
 
 
@@ -133,4 +160,5 @@ SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
     Source.HEAD: head_drafts,
     Source.REDUCED: partial(head_drafts, reduced=True),
     Source.BLOCK: block_drafts,
+    Source.ASSISTANT: assistant_drafts,
 }

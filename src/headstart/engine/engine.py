@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
+from types import NoneType
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..error_log import LOG, log_error
-from ..errors import ClusterError, HeadstartError, RequestError
+from ..errors import ClusterError, HeadstartError, RequestError, check_type
 from ..limits import MAX_K
 from ..models import Model
 from ..state import PrefixCache
@@ -68,9 +69,18 @@ class Engine:
             prefix: The prefix cache. By default the model's, which its engines share; PrefixCache(0) for none.
             decisions: Of several machines, which decide together; by default of this engine alone.
         """
+        check_type(model, Model, "model", "load it with headstart.load")
+        check_type(tokenizer, (TokenizerWrapper, NoneType), "tokenizer", "load it with headstart.load")
+        check_type(prefix, (PrefixCache, NoneType), "prefix", "make a PrefixCache")
+        check_type(max_sequences, int, "max_sequences", "give a whole number")
         self.decisions = decisions or Decisions()
-        if prefix is None and self.decisions.alone:  # several machines share one, or have none
-            prefix = _prefixes.setdefault(model, PrefixCache(memory_for_prefixes()))
+        max_sequences = min(max_sequences, model.most_sequences or max_sequences)
+        if not model.keeps_prefixes:
+            prefix = None
+        elif prefix is None and self.decisions.alone:  # several machines share one, or have none
+            prefix = _prefixes.setdefault(
+                model, PrefixCache(memory_for_prefixes(), chunk=model.reading.backend.chunk)
+            )
         self.prefix = prefix if prefix is not None and prefix.max_bytes else None
         reserved = self.prefix.max_bytes - self.prefix.stats().bytes if self.prefix is not None else 0
         self.scheduler = Scheduler(model, max_sequences, max_queue, memory_limit, reserved)
@@ -167,7 +177,7 @@ class Engine:
             if scheduler.prefilling and not self.runs_ahead:  # generated tokens do not wait for another's prefill
                 self._finish_pending()
             self._calibrate_for_prompts()
-            self.reader.read(runs_ahead=self.runs_ahead)
+            self.reader.read(runs_ahead=self.runs_ahead, meanwhile=self._finish_pending)
             self._step()
         except Exception as error:
             if not self.decisions.alone:

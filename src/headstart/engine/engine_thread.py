@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import Busy, EngineDown, RequestError
+from ..errors import Busy, EngineDown, RequestError, check_type
 from ..limits import MAX_K
 from ..models import Model
 from .device_thread import DeviceThread
@@ -39,6 +39,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, device: DeviceThread | None = None):
         """Run an engine in a thread of its own, or in one that runs others too."""
+        check_type(engine, Engine, "engine", "make one with headstart.Engine(model, tokenizer)")
         engine.threaded = True
         self.engine = engine
         self.settings = Settings(max_k=engine.model.most_drafts)

@@ -32,7 +32,7 @@ def max_invariant_rows(model: Model) -> int:
 
 
 def _is_shown(model: Model) -> bool:
-    if model.share.ranks > 1 or model.adapters:
+    if model.share.ranks > 1 or not model.layers:
         return False
     layers = (*model.layers, *(model.head_layers if model.has_head else ()))
     return model.backend.is_shown(layers, model.weights, model.dtype)
@@ -44,7 +44,7 @@ def _measure(model: Model) -> bool:
         alone = {n: _logits(short, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
         same = []
         # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
-        for window, sequences in backend.windows:
+        for window, sequences in model.windows:
             logits = _logits(short, window, sequences)[-1]
             same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
         backend.compile_sampling(logits[None])

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..error_log import LOG
 from ..models import Model
-from ..models.memory import SHARE, WORKING_SET, unused
+from ..models.memory import DRIVERS, SHARE, WORKING_SET, unused
 
 WIRED = "HEADSTART_WIRED"
 WIRED_SHARE = 0.6  # of the machine's memory: macOS and other programs need the rest
@@ -22,6 +22,10 @@ ANSWER = 4096  # tokens of an answer counted at admission; longer ones find memo
 
 def memory_for_sequences() -> int:
     """Return the bytes that sequences may take beside what is in memory now."""
+    if DRIVERS in mx.device_info():
+        # CUDA's pool keeps what MLX frees, and the driver counts it as taken, until a stream is waited for.
+        mx.clear_cache()
+        mx.synchronize()
     return int(SHARE * unused())
 
 

@@ -57,7 +57,7 @@ class PendingStep:
         """Hand the sequence at `index` its tokens, and what it wants of logits and log-probabilities."""
         logits = None if self.logits is None else self.logits[index]
         logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
-        block = self.plan.source == Source.BLOCK
+        block = self.plan.source in (Source.BLOCK, Source.ASSISTANT)
         self.sequences[index].emit(tokens, proposed, copied, logits, logprobs, block=block)
 
 

@@ -6,25 +6,22 @@ read with it; elsewhere they go through the kernels that made them, in windows.
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 
 import mlx.core as mx
 
 from ..kernels import Backend
 from ..models import Model
-from ..state import CHUNK, Chunks, PrefixCache, UnseenPairs
+from ..state import Chunks, PrefixCache, UnseenPairs
 from ..state.snapshot import States, take_snapshot
 from .batch import Batch
 from .device_error import is_failed_command, is_out_of_memory
 from .invariance import is_batch_invariant
 from .prompt_pass import PromptPass
-from .request import Event
 from .sequence import SequenceState
 from .step import prefill, prefill_by_layers
 from .turns import TurnMarker, chunk_ends
-
-WINDOW = 16  # known tokens that are decoded at a time
 
 
 def start_prefill(
@@ -35,7 +32,7 @@ def start_prefill(
     generated, stats, cut = sequence.num_generated, sequence.stats, model.reading.backend.cut
     sequence.prompt_end = len(sequence.tokens) - 1 - (0 if cut == 1 else generated)
     prompt = sequence.tokens[: sequence.prompt_end + 1]
-    ends = chunk_ends(prompt, marker, CHUNK, cut or 1)
+    ends = chunk_ends(prompt, marker, model.reading.backend.chunk, cut or 1)
     sequence.chunks = Chunks.of(sequence.cache_keys[: len(prompt)], ends, sequence.handle.request.adapter)
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
     sequence.batch = batch
@@ -72,10 +69,10 @@ def open_pass(
         _store(model, sequence, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
-            sequence.put(Event(prompt_processed=done))
+            sequence.put(prompt_processed=done)
     again = done >= sequence.prompt_end
     steps = _decode_again(model, sequence, done, end) if again else _read(model, sequence, done, end, keep)
-    pieces = -(-(end - done) // WINDOW) if again else len(model.layers)
+    pieces = -(-(end - done) // model.known_window) if again else max(len(model.layers), 1)
     pieces = 1 if whole or end == done else pieces
     return PromptPass(done, end, pieces, steps, left=pieces)
 
@@ -86,9 +83,11 @@ def run_pass(
     """Launch some pieces of a pass. Return True once all tokens but the last are in: that one opens the first
     window."""
     assert sequence.batch is not None
-    reading.left, reading.running = reading.left - pieces, pieces
-    reading.launched = time.perf_counter()
-    reading.made = list(deque(islice(reading.steps, pieces) if reading.left else reading.steps, maxlen=1))
+    if not reading.running:
+        reading.launched = time.perf_counter()
+    reading.left, reading.running = reading.left - pieces, reading.running + pieces
+    steps = islice(reading.steps, pieces) if reading.left else reading.steps
+    reading.made = launch_steps(steps, model.reading.backend.layers_ahead)
     kept = [] if sequence.kept is None else sequence.kept[1].arrays()
     mx.async_eval(reading.made, sequence.batch.arrays(), kept)
     if reading.left:
@@ -100,6 +99,18 @@ def run_pass(
     if sequence.images is not None:
         sequence.images.finish(sequence.batch)
     return True
+
+
+def launch_steps(steps: Iterator[mx.array], ahead: int | None) -> list[mx.array]:
+    """Describe the steps of a pass and return what the last of them gives, launching some `ahead` at a time."""
+    if ahead is None:
+        return list(deque(steps, maxlen=1))
+    made: list[mx.array] = []
+    while some := list(deque(islice(steps, ahead), maxlen=1)):
+        mx.async_eval(some)
+        mx.eval(made)
+        made = some
+    return made
 
 
 def _read(
@@ -123,8 +134,8 @@ def _read(
 def _decode_again(model: Model, sequence: SequenceState, begin: int, end: int) -> Generator[mx.array, None, None]:
     """Run windows of known tokens through the layers that generated them."""
     assert sequence.batch is not None
-    for start in range(begin, end, WINDOW):
-        stop = min(start + WINDOW, end)
+    for start in range(begin, end, model.known_window):
+        stop = min(start + model.known_window, end)
         read = mx.array([sequence.tokens[start:stop]], mx.int32)
         prefill(model, sequence.batch, read, mx.array([sequence.tokens[stop]], mx.int32))
         yield sequence.batch.trunk_state.lengths
@@ -162,7 +173,7 @@ def resume_prefix(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chu
 
     A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
     """
-    if model.has_head and batch.head_state is None:
+    if model.drafts_from_pairs and batch.head_state is None:
         batch.head_state = model.make_head_state(1)
     if (found := prefix.resume(chunks, _states(model, batch))) is None:
         return 0

@@ -33,7 +33,8 @@ class PrefixOptions:
                 disk = DiskPrefix(self.folder, identity, self.folder_bytes)
             except PrefixFolderError as error:
                 LOG.warning("prefixes are kept in memory only: %s", error)
-        return PrefixCache(max_bytes, eight_bits=self.eight_bits, disk=disk)
+        chunk = model.reading.backend.chunk
+        return PrefixCache(max_bytes, eight_bits=self.eight_bits, disk=disk, chunk=chunk)
 
 
 def state_identity(model: Model) -> str:
@@ -45,16 +46,18 @@ def state_identity(model: Model) -> str:
     for file in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
         sources.update(file.read_bytes())
     adapters = [(name, adapter.digest) for name, adapter in model.adapters.items()]
-    parts = [model.weights] if model.tower is None else [model.weights, model.tower]
+    beside = [model.tower, None if model.drafter is None else model.drafter.weights]
+    parts = [model.weights, *(each for each in beside if each is not None)]
     parameters: list[tuple[str, mx.array]] = [
         each for part in parts for each in dict(tree_flatten(part.parameters())).items()
     ]
+    parameters += [(f"table {n}", table.sample()) for n, table in enumerate(model.tables)]
     weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters]
     tokens = mx.arange(min(CHUNK, model.context_length - 1))[None] % model.vocabulary
-    hidden = model.reading.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
-    proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
+    proof = hashlib.sha256(bytes(model.proof(tokens).view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
-    device = [str(model.reading.backend), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
+    reader = model.reading.backend
+    device = [str(reader), reader.chunk, *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
     settings = [model.config, model.dtype_name, model.eight_bit_kv, model.tower and model.tower.rules]
     return repr((versions, sources.hexdigest(), device, settings, weights, adapters, proof))
 

@@ -15,8 +15,8 @@ class PromptPass:
     pieces: int
     steps: Iterator[mx.array]  # runs them one by one, and gives what may be computed so far
     left: int  # pieces that have not run
-    launched: float = 0.0  # when the last were
-    running: int = 0  # how many these were
+    launched: float = 0.0  # when those that may be running were
+    running: int = 0  # how many these are
     made: list[mx.array] = field(default_factory=list)  # by them
     seconds: float = 0.0  # that the device took for those that were `timed`
     timed: int = 0

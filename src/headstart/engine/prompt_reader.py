@@ -37,20 +37,31 @@ class PromptReader:
         self.prefix = prefix
         self.marker = marker
         self.try_alone = try_alone
-        self.slices = Slices(model.reading.backend, len(model.layers) if decisions.alone else 1)
+        self.slices = Slices(model.reading.backend, max(len(model.layers), 1) if decisions.alone else 1)
         self._running: tuple[SequenceState, PromptPass] | None = None  # pieces that may be
         self._piece_finished = 0.0  # when the last piece was seen to have ended
         self._step_finished = 0.0  # when the tokens of the last step were read
 
-    def read(self, *, runs_ahead: bool) -> None:
-        """Read for as long as running sequences may wait. `runs_ahead`: return before the device has done it."""
+    def read(self, *, runs_ahead: bool, meanwhile: Callable[[], None]) -> None:
+        """Read for as long as running sequences may wait.
+
+        Args:
+            runs_ahead: Return before the device has done it.
+            meanwhile: What to do once the device has something to do: wait for the step before.
+        """
         if self._running is not None:
             with self._recovering(self._running[0]):
                 self._finish_piece(*self._running)
-        self.slices.begin(bool(self.scheduler.running.sequences))
+        streaming = bool(self.scheduler.running.sequences)
+        self.slices.begin(streaming)
+        # What runs ahead of the host must be little at first, or when the step before ended is seen too late.
+        most = self.model.reading.backend.layers_ahead if runs_ahead and streaming else None
         while self.scheduler.prefilling:
-            if not self._read_slice(self.slices.next(self.scheduler.prefilling), runs_ahead):
+            if not self._read_slice(self.slices.next(self.scheduler.prefilling), runs_ahead, most):
                 return
+            if runs_ahead:
+                meanwhile()
+            most = None
 
     def read_pass(self) -> None:
         """Read the first waiting prompt for a whole pass, whoever runs."""
@@ -64,8 +75,8 @@ class PromptReader:
         self.slices.observe_step(finished - max(started, self._step_finished, self._piece_finished))
         self._step_finished = finished
 
-    def _read_slice(self, sequence: SequenceState, runs_ahead: bool) -> bool:
-        """Read a part of a prompt. Return whether there may be time for more."""
+    def _read_slice(self, sequence: SequenceState, runs_ahead: bool, most: int | None) -> bool:
+        """Read a part of a prompt, at `most` so many pieces. Return whether there may be time for more."""
         with self._recovering(sequence):
             slices, last = self.slices, len(sequence.tokens) - 1
             self._start(sequence)
@@ -75,7 +86,7 @@ class PromptReader:
             if reading is None:
                 return False  # there is no time, or an image is in the vision tower
             underway = reading
-            if pieces := self.decisions.slice(lambda: slices.pieces(underway)):
+            if pieces := self.decisions.slice(lambda: min(slices.pieces(underway), most or underway.left)):
                 self._run(sequence, reading, pieces, runs_ahead=runs_ahead)
                 slices.charge(reading, pieces)
                 return True
@@ -95,6 +106,8 @@ class PromptReader:
     def _run(self, sequence: SequenceState, reading: PromptPass, pieces: int, *, runs_ahead: bool) -> None:
         """Launch pieces of a pass, and let the sequence decode if they were its prompt's last."""
         self.scheduler.running.steady = False
+        if self._running is not None and self._running[1] is not reading:
+            self._running[1].running = 0
         complete = run_pass(self.model, sequence, self.prefix, reading, pieces)
         self._running = sequence, reading
         if not runs_ahead:
@@ -116,6 +129,7 @@ class PromptReader:
         self._piece_finished = time.perf_counter()
         reading.seconds += self._piece_finished - max(reading.launched, self._step_finished)
         reading.timed += reading.running
+        reading.running = 0
         if not reading.left and reading.total is not None:
             self.slices.time.observe(reading.begin, reading.end, reading.total)
 

@@ -39,7 +39,7 @@ class Recovery:
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self.trouble: Trouble | None = None  # the last
         self.widest_pass = reader.widest  # tokens of a prompt; half as many each time the driver ends a command
-        self._narrowest = max(NARROWEST, reader.cut or 0)
+        self._narrowest, self._reader = max(NARROWEST, reader.cut or 0), reader
         self.lost_commands = False  # of all engines on the device, until its thread resets it
 
     def recompute_all(self, reason: str = "restart") -> None:
@@ -54,6 +54,7 @@ class Recovery:
         If memory ran out, the youngest ends; if a kernel gave up, none. Else each runs alone; then the youngest ends.
         """
         raise_if_lost(error)
+        self._reader.recover()
         if is_failed_command(error):
             self._recover_device(error)
             return
@@ -78,6 +79,7 @@ class Recovery:
         The first time the prefix cache is emptied, after that the youngest sequence that holds memory is ended.
         """
         raise_if_lost(error)
+        self._reader.recover()
         if is_failed_command(error):
             self._recover_device(error, sequence)
             return

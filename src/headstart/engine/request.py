@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock
+from types import NoneType
 from typing import Literal
 
 import mlx.core as mx
 
 from ..error_log import LOG, log_error
-from ..errors import HeadstartError, RequestError
+from ..errors import HeadstartError, RequestError, check_type
 from ..models import Model
 from ..sampling import SamplingParams
 from .images import PromptImage, check_images
@@ -59,6 +60,7 @@ class Request:
         if not 0 <= min(self.prompt) <= max(self.prompt) < vocabulary:
             wrong = next(token for token in self.prompt if not 0 <= token < vocabulary)
             raise RequestError(f"prompt has the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        check_type(self.adapter, (str, NoneType), "adapter", "give the name of one")
         if self.adapter is not None and self.adapter not in model.adapters:
             known = ", ".join(model.adapters) or "none"
             raise RequestError(f"adapter {self.adapter[:100]!r} is unknown: this model has {known}")
@@ -66,7 +68,7 @@ class Request:
         if not 1 <= self.n:
             raise RequestError(f"n is {self.n}; it must be at least 1")
         self.params.check_tokens(vocabulary)
-        if self.params.k not in ("auto", 0) and not model.has_head:
+        if self.params.k not in ("auto", 0) and not model.most_drafts:
             reason = (model.head_unavailable or "it has no head").removesuffix(".")
             raise RequestError(f"k is {self.params.k}, but this model cannot draft: {reason}. Use 'auto' or 0")
 

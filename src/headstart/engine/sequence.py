@@ -3,6 +3,7 @@
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -77,7 +78,8 @@ class SequenceState:
             key = params.seed if params.seed is not None else secrets.randbits(64)
         limits = request_limit(params, model, max_k)
         k, copied, bypass_reason = limits
-        named = {"dflash": model.drafter is not None and k, "native_mtp": model.has_head and k, "copy": copied}
+        drafter = {model.drafter.kind: k} if model.drafter is not None else {}
+        named = {**drafter, "native_mtp": model.has_head and k, "copy": copied}
         sources = [name for name, used in named.items() if used]
         stats = Stats(
             "+".join(sources) or None,
@@ -172,21 +174,27 @@ class SequenceState:
             texts[-1] += self.text.finish()
             reason = "stop" if self.text.stopped else reason
         if tokens:
-            event = Event(tokens, origins(len(tokens), accepted, proposed, copied), texts, finish_reason=reason)
-            if self.params.params.logprobs and logprobs is not None:
-                scores = Logprobs(*[a[: len(tokens)] for a in logprobs])
-                event = replace(event, logprobs=read_logprobs(scores, self.params.params.top_logprobs))
+            asked, scores, kept = self.params.params, None, None
+            if asked.logprobs and logprobs is not None:
+                scores = read_logprobs(Logprobs(*[a[: len(tokens)] for a in logprobs]), asked.top_logprobs)
             if self.handle.request.keep_logits and logits is not None:
                 kept = logits[: len(tokens)]
                 mx.eval(kept)  # another thread may read it, and cannot evaluate it
-                event = replace(event, logits=kept)
-            self.put(replace(event, stop=self.text.stop))
+            self.put(
+                tokens=tokens,
+                origins=origins(len(tokens), accepted, proposed, copied),
+                texts=texts,
+                logprobs=scores,
+                logits=kept,
+                finish_reason=reason,
+                stop=self.text.stop,
+            )
         if reason is None and self.matcher is not None and self.matcher.failed is not None:
             self.fail(self.matcher.failed)
 
-    def put(self, event: Event) -> None:
-        """Send an event, with the stats so far."""
-        self.handle.put(replace(event, stats=self.stats.copy(), choice=self.params.choice))
+    def put(self, **told: Any) -> None:
+        """Send an event that has these fields, with the stats so far."""
+        self.handle.put(Event(**told, stats=self.stats.copy(), choice=self.params.choice))
 
     def fail(self, error: Exception) -> None:
         """End with an error that concerns this sequence alone, and log where it was raised."""
@@ -198,7 +206,7 @@ class SequenceState:
         self.matcher = None
         if error is not None and not isinstance(error, HeadstartError):
             error = explain(error)
-        self.put(Event(finish_reason=reason, error=error))
+        self.put(finish_reason=reason, error=error)
         for sibling in self.siblings:
             sibling.finish(reason, error)
 

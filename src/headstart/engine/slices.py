@@ -30,6 +30,7 @@ ALONE = 1.0  # seconds of a pass while nobody waits for a step: other requests a
 GRID = 8  # slices are multiples of this or of `cut`, and no shorter: products compute so many rows at a time
 OLDEST_EVERY = 4
 KEPT = 5  # timed steps
+SEVERAL = 4  # pieces of a pass: the layers of most models repeat after so many
 
 
 class Slices:
@@ -110,6 +111,7 @@ class Slices:
         return self._left >= 0 if self._first else self._left > 0
 
     def _seconds(self, reading: PromptPass) -> float | None:
-        """Return how long a pass takes: by passes like it, or by those of its pieces that were timed."""
+        """Return how long a pass takes: by those of its pieces that were timed if they are several, or by passes like
+        it."""
         seconds = self.time.seconds(reading.begin, reading.width)
-        return reading.total if seconds is None else seconds
+        return reading.total if seconds is None or reading.timed >= SEVERAL else seconds

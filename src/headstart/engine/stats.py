@@ -1,6 +1,7 @@
 """Statistics of one answer. `as_dict` has the field names of the server's `generation_stats`."""
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -30,7 +31,9 @@ def origins(count: int, accepted: int, proposed: int, copied: int = 0) -> list[O
 
 @dataclass
 class Stats:
-    drafter_kind: str | None  # the sources of drafts that it may use, with plus signs: dflash, native_mtp, copy
+    drafter_kind: (
+        str | None
+    )  # the sources of drafts that it may use, with plus signs: native_mtp, copy, a drafter's kind
     bypass_reason: str | None  # why neither the drafter nor the head drafted
     clamped_to: int | None = None  # the highest depth used, if the request asked for more
     exact: bool = False  # the output is that of plain decoding, bit for bit
@@ -46,7 +49,7 @@ class Stats:
     accepted_by_position: list[int] = field(default_factory=list)
     proposed_copies: int = 0  # drafts copied from the context
     accepted_copies: int = 0
-    proposed_blocks: int = 0  # drafts of the block drafter
+    proposed_blocks: int = 0  # drafts of the drafter
     accepted_blocks: int = 0
     prompt_seconds: float = 0.0  # from admission to the end of the first round
     generation_seconds: float = 0.0  # since then
@@ -70,13 +73,14 @@ class Stats:
         )
 
     def copy(self) -> "Stats":
-        """Return a snapshot. Called once per sequence and round, so it must be fast."""
-        return replace(
-            self,
-            depths=self.depths.copy(),
-            proposed_by_position=self.proposed_by_position.copy(),
-            accepted_by_position=self.accepted_by_position.copy(),
-        )
+        """Return a snapshot. Called once per sequence and round, so it must be fast: `replace` takes ten times as
+        long, and so does a counter's own `copy`."""
+        snapshot = copy(self)
+        snapshot.depths = Counter()
+        dict.update(snapshot.depths, self.depths)
+        snapshot.proposed_by_position = self.proposed_by_position.copy()
+        snapshot.accepted_by_position = self.accepted_by_position.copy()
+        return snapshot
 
     def count(
         self, tokens: int, accepted: int, proposed: int, copied: int, seconds: float, *, block: bool = False

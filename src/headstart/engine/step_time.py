@@ -31,6 +31,7 @@ FADING = 0.992  # weight that earlier timings of a pair keep per step: what draf
 INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1, 0.1)
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
+CHAINS = (Source.HEAD, Source.ASSISTANT)  # a pass for every draft; a model has one of them
 DEEPER = (3, 7)  # depths timed besides 0 and 1
 COPIED = 7  # depth at which a step of copies alone is timed
 CALIBRATION_BATCH = 4  # sequences timed besides 1; the linear model gives any other number
@@ -140,7 +141,7 @@ class StepTime:
 
 def _factors(cell: Cell) -> tuple[int, ...]:
     """Return what the terms of the linear model are multiplied with."""
-    drafts = [cell.k * (cell.source == each) for each in (Source.HEAD, Source.REDUCED)]
+    drafts = [cell.k * (cell.source in each) for each in (CHAINS, (Source.REDUCED,))]
     return 1, cell.n, *drafts, int(cell.source == Source.BLOCK and cell.k > 0), cell.n * cell.k
 
 
@@ -157,10 +158,12 @@ def time_steps(model: Model, max_k: int, max_sequences: int, budget: float = BUD
     tokens = [token % model.vocabulary for token in PROMPT]
     prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
     batched = min(CALIBRATION_BATCH, max_sequences)
-    plan = [Cell(1, 0), Cell(1, COPIED, Source.NONE), Cell(batched, 0)]
+    copied = [Cell(1, COPIED, Source.NONE)] if model.copies else []
+    plan = [Cell(1, 0), *copied, Cell(batched, 0)]
     limits = {source: min(most, max_k) for source, most in draft_limits(model).items() if max_k}
-    if head := limits.get(Source.HEAD):
-        plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= head)]
+    for chain in (each for each in CHAINS if limits.get(each)):
+        plan = [Cell(1, 0), Cell(1, 1, chain), *plan, Cell(batched, 1, chain)]
+        plan += [Cell(1, k, chain) for k in DEEPER if k <= limits[chain]]
     if block := limits.get(Source.BLOCK):
         plan[1:1] = [Cell(1, min(DEEPER[0], block), Source.BLOCK), Cell(1, block, Source.BLOCK)]
     if reduced := limits.get(Source.REDUCED):
@@ -169,7 +172,7 @@ def time_steps(model: Model, max_k: int, max_sequences: int, budget: float = BUD
     times: dict[Cell, list[float]] = {}
     batches: dict[int, Batch] = {}
     for cell in 2 * plan:  # twice: the machine may be busy for a while
-        if plan[1] in times and time.perf_counter() - started > budget:
+        if plan[:2][-1] in times and time.perf_counter() - started > budget:
             break
         if cell.n not in batches:
             batches[cell.n] = prefill_prompts(model, prompts[: cell.n], max_k, model.context_length)

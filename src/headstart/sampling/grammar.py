@@ -27,6 +27,7 @@ _QUOTED = re.compile(r'"([^"]{1,100})"')
 A = TypeVar("A")
 T = TypeVar("T")
 
+TOKEN_IDS = re.compile(r"<\[([\d\s,-]+)\]>")  # in Lark's form
 CACHED_GRAMMARS = 64  # compiled grammars to keep per tokenizer
 # Between the parts of JSON: a space, or a line break with its indentation. A model under a grammar is prone to answer
 # with nothing but white space where it may.
@@ -63,14 +64,16 @@ class Grammar:
         return on_deep_stack(_compile, self.spec, self.tokenizer)
 
     def _rolls_back(self) -> bool:
-        """Return whether tokens can be taken back. llguidance refuses that with `max_tokens=` and `stop=`."""
+        """Return whether tokens can be taken back. llguidance refuses that with `max_tokens=` and `stop=`, and does
+        it wrongly where a grammar names an ordinary token by its id."""
         ends = self.tokenizer.eos_tokens
         permitted = int.from_bytes(self.matcher(ends, self.tokenizer.vocab_size).masks([])[0], "little")
         probe = self.start.deep_copy()
         if not probe.consume_token((permitted & -permitted).bit_length() - 1) and meets_limit(probe.get_error()):
             reason = brief(probe.get_error())
             raise RequestError(f"grammar is a {self.spec.kind} that meets a limit of the grammar library: {reason}")
-        return probe.rollback(1)
+        ids = " ".join(TOKEN_IDS.findall(self.spec.source) if self.spec.kind == "lark" else ())
+        return probe.rollback(1) and all(self.tokenizer.is_special_token(int(id)) for id in re.findall(r"\d+", ids))
 
 
 class GrammarCompiler:

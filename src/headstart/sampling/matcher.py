@@ -185,5 +185,5 @@ def meets_limit(reason: str) -> bool:
 
 
 def brief(reason: str) -> str:
-    """Return llguidance's message without its placeholder for internal state."""
-    return reason.replace("<non-verbose/>", "").strip()
+    """Return llguidance's message without its placeholder for internal state, and where its code was."""
+    return reason.partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()

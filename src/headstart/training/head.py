@@ -106,6 +106,7 @@ def _flat(module: nn.Module, prefix: str = "") -> Sequence[tuple[str, mx.array]]
 
 def _stream_size(model: Model, tokens: mx.array) -> mx.array:
     """Return the root mean square of the residual stream after the last layer."""
-    before = replace(model, family=replace(model.family, head=replace(model.family.head, fed_after_norm=False)))
+    head = replace(model.family.head, fed_after_norm=False)
+    before = replace(model.reading, family=replace(model.family, head=head))
     x = before.trunk(tokens, model.make_state(tokens.shape[0]), certain=tokens.shape[1]).astype(mx.float32)
     return mx.sqrt(mx.square(x[:, 1:]).mean())

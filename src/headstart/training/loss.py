@@ -26,14 +26,11 @@ class Compared(NamedTuple):
     gradients: list[mx.array]  # by step, of the losses by what the chains made [B, T, H]
 
 
-def compare(
-    model: Model, frozen: Model, hidden: mx.array, made: Sequence[mx.array], *, gradients: bool = False
-) -> Compared:
+def compare(model: Model, hidden: mx.array, made: Sequence[mx.array], *, gradients: bool = False) -> Compared:
     """Compare drafts with the distribution of the trunk, a slice of positions at a time: logits need much memory.
 
     Args:
-        model: Computes the logits of what its head `made`, [B, T, H] for each step.
-        frozen: The same model as it decodes, for the trunk's logits.
+        model: Computes the logits of what its head `made`, [B, T, H] for each step, and of its trunk.
         hidden: The trunk's, [B, T + steps, H].
     """
     (rows, length, _), steps = made[0].shape, len(made)
@@ -43,7 +40,7 @@ def compare(
     backward: list[list[mx.array]] = [[] for _ in made]
     for first in range(0, length + steps, size):
         last = min(first + size, length + steps)
-        logits = frozen.logits(hidden[:, first:last]).astype(mx.float32)  # [B, n, V]
+        logits = model.logits(hidden[:, first:last].astype(model.dtype)).astype(mx.float32)  # [B, n, V]
         wanted, best = mx.softmax(logits, axis=-1), mx.argmax(logits, axis=-1)
         for j, each in enumerate(made):
             begin, end = max(first - j - 1, 0), min(last - j - 1, length)  # of the chains that predict these
@@ -78,7 +75,7 @@ def evaluate(model: Model, frozen: Model, tokens: mx.array, counts: mx.array) ->
     """Measure the head on rows of tokens [B, T + steps]; `counts` [B, T] where its drafts count."""
     hidden = trunk_hidden(frozen, tokens)
     made = chains(model, hidden[:, : counts.shape[1]], tokens, len(WEIGHTS))
-    return measure(compare(model, frozen, hidden, made), counts)
+    return measure(compare(model, hidden, made), counts)
 
 
 def loss_and_gradients(
@@ -92,7 +89,7 @@ def loss_and_gradients(
     def objective(parameters: Any) -> mx.array:
         model.weights.mtp.update(parameters)
         made = chains(model, hidden[:, : counts.shape[1]], tokens, len(WEIGHTS))
-        compared = compare(model, frozen, hidden, [mx.stop_gradient(each) for each in made], gradients=True)
+        compared = compare(model, hidden, [mx.stop_gradient(each) for each in made], gradients=True)
         found.append(measure(compared, counts))
         # Its gradient by what the chains made is that of the losses.
         share = (counts / total)[..., None]
@@ -105,6 +102,6 @@ def loss_and_gradients(
 
 
 def trunk_hidden(frozen: Model, tokens: mx.array) -> mx.array:
-    """Return the trunk's hidden states of rows of tokens [B, T]."""
+    """Return the trunk's hidden states of rows of tokens [B, T], by what reads prompts for it."""
     rows, length = tokens.shape
-    return frozen.trunk(tokens, frozen.make_state(rows), certain=length)
+    return frozen.reading.trunk(tokens, frozen.make_state(rows), certain=length)

@@ -106,8 +106,9 @@ class OwnText:
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper):
         self.width = WIDE if model.backend.asynchronous else NARROW
-        self.engine = Engine(model, tokenizer, max_sequences=self.width, prefix=PrefixCache(0))
+        self.engine = Engine(model, max_sequences=self.width, prefix=PrefixCache(0))  # whose tokens become no text
         self.tokenizer = tokenizer
+        self.ends = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocabulary)
 
     def answer(self, prompts: Iterable[Prompt], *, seed: int | None) -> list[Row]:
         """Return rows with answers, greedy ones without a seed."""
@@ -115,7 +116,8 @@ class OwnText:
         handles = []
         for number, tokens in enumerate(asked):
             own = {} if seed is None else {"temperature": TEMPERATURE, "seed": seed + number}
-            params: Any = {"max_tokens": HELD_ANSWER if seed is None else ANSWER, "k": 0, **own}
+            most = HELD_ANSWER if seed is None else ANSWER
+            params: Any = {"max_tokens": most, "k": 0, "stop_ids": self.ends, **own}
             handles.append(self.engine.submit(Request(tokens, SamplingParams(**params))))
         rows = []
         for tokens, handle in zip(asked, handles, strict=True):
