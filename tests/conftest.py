@@ -99,12 +99,13 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """Say in the last lines what was left out for want of a browser."""
+    """Say in the last lines what was left out for want of a program."""
     yield
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
-    absent = [reason.removeprefix("Skipped: ") for reason in reasons if "Chromium" in reason]
-    if absent:
-        terminalreporter.write_line(f"{len(absent)} tests of the dashboard were left out: {absent[0]}", yellow=True)
+    for program, tests in (("Chromium", "of the dashboard"), ("clang", "of the language of Metal kernels")):
+        absent = [reason.removeprefix("Skipped: ") for reason in reasons if program in reason]
+        if absent:
+            terminalreporter.write_line(f"{len(absent)} tests {tests} were left out: {absent[0]}", yellow=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

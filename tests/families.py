@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+import gemma4
 from checkpoints import TOKENIZER, TOKENIZER_FILES, Arrays, to_fp8, write_shards
 
 BASE: dict[str, Any] = {
@@ -151,6 +152,55 @@ CONFIGS["step3p5"] = {
     "swiglu_limits_shared": [0.0, 0.7, 0.9, 0.9, 0.9],
     "num_nextn_predict_layers": 3,
 }
+CONFIGS["step3p7"] = {
+    **CONFIGS["step3p5"],
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", *["sliding_attention"] * 5],
+    "rope_theta": [10000.0, *[500.0] * 5],
+    "partial_rotary_factors": [0.5, *[1.0] * 5],
+    "swiglu_limits": [0.0, 0.5, 0.0, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.9] * 6,
+}
+SELECTING = {
+    **MOE,
+    **LATENT,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 16,  # with few, many scores are 0, and equals are told apart otherwise in transformers
+    "index_head_dim": 32,
+    "index_topk": 12,
+    "attention_bias": False,
+}
+CONFIGS["deepseek_v32"] = {**SELECTING, "n_group": 4, "topk_group": 2}
+CONFIGS["glm_moe_dsa"] = {
+    **SELECTING,
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "shared", "full", "full"],
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CONFIGS["bailing_hybrid"] = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    **{name: LATENT[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "layer_group_size": 2,
+    "short_conv_kernel_size": 4,
+    "kda_lower_bound": -5.0,
+    "moe_shared_expert_intermediate_size": 64,
+    "num_nextn_predict_layers": 1,
+    "num_hidden_layers": 4,
+}
 CONFIGS["exaone_moe"] = {
     **{name: MOE[name] for name in ("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")},
     "head_dim": 32,
@@ -213,6 +263,7 @@ CONFIGS["longcat_flash"] = {
     "mla_scale_kv_lora": True,
     "rms_norm_eps": 1e-5,
 }
+CONFIGS |= gemma4.CONFIGS
 HEADS = {  # where a release has a module of the head, its parts beside a decoder layer's, how many modules there are
     "glm4_moe": ("model.layers.{layer}.", NEXTN, 1),
     "glm4_moe_lite": ("model.layers.{layer}.", NEXTN, 1),
@@ -220,6 +271,10 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
     "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"), 1),
     "mimo_v2_flash": ("model.mtp.layers.{module}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 3),
     "step3p5": ("model.layers.{layer}.", NEXTN[:-1], 3),
+    "step3p7": ("model.layers.{layer}.", NEXTN[:-1], 3),
+    "deepseek_v32": ("model.layers.{layer}.", NEXTN, 1),
+    "glm_moe_dsa": ("model.layers.{layer}.", NEXTN, 1),
+    "bailing_hybrid": ("model.layers.{layer}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 1),
     "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
     "ernie4_5_moe": ("model.mtp_block.0.", (), 1),
     "longcat_flash": ("model.mtp.layers.0.", ("eh_proj", "enorm.m", "hnorm.m"), 1),
@@ -227,6 +282,8 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
 }
 
 
+WITHOUT_EXPERTS = ("mimo_v2_flash", "step3p5", "step3p7", "exaone_moe", "ernie4_5_moe")  # heads
+NOT_IN_MLX_LM = ("step3p7", "glm_moe_dsa")  # or without layers that share what another one selected
 LEFT_OUT = object()
 MIMO_OF_TRANSFORMERS = (
     "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "n_group", "topk_group",
@@ -251,6 +308,16 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {  # whose configs transformers 
     }),
 }  # fmt: skip
 
+OTHER_HEADS = {"attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 32}}
+BAILING_HEAD = {"pad_token_id": None, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
+REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {  # that transformers computes too: see `make_families.py`
+    "step3p7": ("step3p7", {}),
+    "bailing_hybrid": ("bailing_hybrid", BAILING_HEAD),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "step3p7-head": ("step3p7", OTHER_HEADS),  # transformers gives the head the trunk's number of heads
+}
+
 STEP = (  # from mlx-lm's names to the released ones
     (r"\.mlp\.switch_mlp\.", ".moe."),
     (r"\.mlp\.gate\.gate\.", ".moe.gate."),
@@ -263,11 +330,18 @@ STEP = (  # from mlx-lm's names to the released ones
 
 def make_config(family: str, **changed: Any) -> dict[str, Any]:
     text = {**BASE, "model_type": family, **CONFIGS[family], **changed}
+    if text["model_type"].startswith("gemma4"):
+        return gemma4.nested({name: value for name, value in text.items() if name != "rope_theta"})
     if "rope_parameters" in text:
         text.pop("rope_theta", None)
     if family == "mistral3":
         outer = {"model_type": "mistral3", "eos_token_id": 8187, "dtype": "float32"}
         return {**outer, "text_config": {**text, "model_type": "mistral"}}
+    if family == "step3p7":
+        outer = {"model_type": "step3p7", "eos_token_id": 8187, "dtype": "float32"}
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
+        outer["vision_config"] = dict(zip(sizes, (16, 1, 2, 28, 14), strict=True))  # of which no file has tensors
+        return {**outer, "text_config": {**text, "model_type": "step3p5"}}
     return {**text, "dtype": "float32"}
 
 
@@ -275,7 +349,10 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's own model, with random weights."""
     if config.get("moe_layer_end_index") == -1:  # which it takes for none
         config = {**config, "moe_layer_end_index": None}
-    kind = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    if config["model_type"] == "step3p7":
+        config = config["text_config"]
+    other = {"mistral": "llama", "bailing_hybrid": "bailing_moe_v3", "gemma4_unified": "gemma4"}
+    kind = other.get(config["model_type"], config["model_type"])
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     return module.Model(module.ModelArgs.from_dict(config))
 
@@ -285,7 +362,9 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
     text = config.get("text_config", config)
     rng = np.random.default_rng(seed)
     H = text["hidden_size"]
+    gemma = text["model_type"].startswith("gemma4")
     embedding = rng.standard_normal((text["vocab_size"], H)) * (0.1 if text["tie_word_embeddings"] else 1.0)
+    embedding = embedding / 2 if gemma else embedding  # layers decide what follows
     lm_head = embedding[rng.permutation(text["vocab_size"])] * 3 / H**0.5
     arrays: Arrays = {}
 
@@ -294,19 +373,33 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             return embedding + rng.standard_normal(shape) * 0.3
         if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             return embedding
-        if re.search(r"layers\.[34]\.shared_head\.head\.", name):  # Step's later modules have others
+        later = {"step3p5": "34", "step3p7": "45"}.get(config["model_type"], "-")
+        if re.search(rf"layers\.[{later}]\.shared_head\.head\.", name):  # Step's later modules have others
             return lm_head[::-1]
         if name.endswith(("lm_head.weight", "shared_head.head.weight")):
             return lm_head
+        if gemma and name.endswith(("q_norm.weight", "k_norm.weight")):
+            return 0.4 + rng.integers(-24, 25, shape) / 256  # it does not scale scores
+        if gemma and name.endswith("model.norm.weight"):
+            return 16 + rng.integers(-24, 25, shape) / 8  # so that logits come near their limit
         if "norm" in name:
+            return 1 + rng.integers(-24, 25, shape) / 128
+        if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             return 1 + rng.integers(-24, 25, shape) / 128
         if len(shape) == 1:
             return rng.standard_normal(shape) * 0.1
-        scale = 3 if name.endswith((".gate.weight", "o_proj.weight", "down_proj.weight")) else 1  # so layers matter
+        scale = (
+            3 if name.endswith((".gate.weight", "o_proj.weight", "dense.weight", "down_proj.weight")) else 1
+        )  # so layers matter
         return rng.standard_normal(shape) / shape[-1] ** 0.5 * scale
 
     for name, array in tree_flatten(mlx_lm_model(json.loads(json.dumps(config))).parameters()):
         arrays[name] = mx.array(values(name, array.shape).astype(np.float32))
+    if config["model_type"] == "glm_moe_dsa":
+        shared = [
+            f"layers.{n}.self_attn.indexer." for n, kind in enumerate(text["indexer_types"]) if kind == "shared"
+        ]
+        arrays = {name: a for name, a in arrays.items() if not any(each in name for each in shared)}
     if config["model_type"] == "ernie4_5_moe":
         arrays["model.layers.1.mlp.moe_statics.e_score_correction_bias"] = mx.array(rng.normal(0, 0.1, (1, 8)))
     if config["model_type"] in HEADS:
@@ -316,7 +409,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             prefix = released.format(layer=text["num_hidden_layers"] + module, module=module)
             layer = prefix + "layers.0." * (prefix == "mtp.")
             shapes = {layer + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
-            if config["model_type"] in ("mimo_v2_flash", "step3p5", "exaone_moe", "ernie4_5_moe"):  # without experts
+            if config["model_type"] in WITHOUT_EXPERTS:
                 shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
                 sizes = (H, text["intermediate_size"])
                 shapes |= {f"{layer}mlp.{part}.weight": sizes[::-1] for part in ("gate_proj", "up_proj")}
@@ -344,12 +437,17 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
                     half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
                     made = half + made * 0.5
                 arrays[name] = mx.array(made.astype(np.float32))
-    return as_released(arrays, text)
+    released = as_released(arrays, text)
+    if config["model_type"] == "step3p7":  # transformers reads heads without this part of their names
+        released = {name.replace(".transformer.", "."): array for name, array in released.items()}
+    return released
 
 
 def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
     """Undo what mlx-lm's `sanitize` does: one tensor per expert, latent attention's two expansions in one."""
     out: Arrays = {}
+    if text["model_type"].startswith("gemma4"):
+        return gemma4.as_released(arrays, text)
     if text["model_type"] == "step3p5":
         for name, array in arrays.items():
             for pattern, released in STEP:
@@ -360,6 +458,8 @@ def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
         if text["model_type"] == "nemotron_h":
             name = name.replace(".fc1.", ".up_proj.").replace(".fc2.", ".down_proj.")
             array = array.moveaxis(1, 2) if name.endswith("conv1d.weight") else array
+        if text["model_type"] == "bailing_hybrid" and name.endswith("conv1d.weight"):
+            array = array.moveaxis(1, 2)
         if text["model_type"] == "exaone_moe":
             name = name.replace("mlp.gate.e_score", "mlp.e_score")
         if text["model_type"] == "mimo_v2_flash" and ".mtp." in name:
@@ -408,5 +508,7 @@ def write_trunk(folder: Path, family: str, fields: dict[str, Any]) -> Path:
 if __name__ == "__main__":
     for name in HEADS:
         write_family(Path(sys.argv[1], name), name)
+    for name, (family, changed) in REFERENCES.items():
+        write_family(Path(sys.argv[1], "references", name), family, **changed)
     for name, (family, fields) in TRUNKS.items():
         write_trunk(Path(sys.argv[1], "trunks", name), family, fields)

@@ -17,7 +17,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-import headstart.engine.prefill
 from checkpoints import write
 from families import CONFIGS, write_family
 from headstart.checkpoint import load_model
@@ -142,7 +141,7 @@ def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headstart.engine.prefill, "CHUNK", chunk)
+        patch.setattr("headstart.kernels.backend.Backend.chunk", chunk)
         engine.scheduler.admit()
         while engine.scheduler.prefilling:
             engine.reader.read_pass()

@@ -31,6 +31,26 @@ def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_install_names_the_demo_and_the_tests_that_ci_runs() -> None:
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    assert {"make demo", "make test"} <= set(re.findall(r"^(make \w+)", install, re.MULTILINE))
+    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_the_architecture_names_every_package_and_every_operation() -> None:
+    page, source = (ROOT / "docs/architecture.md").read_text(), ROOT / "src/headstart"
+    parts = [path for path in source.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    names = {path.name if path.suffix else f"{path.name}/" for path in parts} - {"__init__.py", "__main__.py"}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+    table = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `kernels/")]
+    named = {
+        (column, name) for row in table for column, cell in enumerate(row) for name in re.findall(r"`(.+?)`", cell)
+    }
+    folders = {0: source, 2: source / "kernels/cpu", 3: source / "kernels/cuda", 4: source / "kernels/metal"}
+    assert len(table) > 5
+    assert [name for column, name in named if column in folders and not (folders[column] / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["cli.md", "python-api.md"])
 def test_generated_pages_are_current(name: str) -> None:
     path = ROOT / "docs/reference" / name

@@ -1,6 +1,7 @@
 """A program written for mlx-lm moves over by changing one import."""
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from headstart.library import GenerationResponse
 from headstart.models import Model
 from headstart.sampling import SamplingOptions
 
+API: Any = headstart  # not typed: what callers get wrong
 # The answer ends by itself after 46 tokens.
 QUESTION = "Write a Python function that reads a JSON file and returns its contents."
 
@@ -214,7 +216,7 @@ def test_progress_is_reported_at_both_ends_of_the_prompt(loaded: Any, prompt: li
 
 
 def test_progress_of_a_long_prompt_is_reported_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 16)
     told: list[tuple[int, int]] = []
     long = [1 + i % 50 for i in range(40)]
     headstart.generate(
@@ -326,6 +328,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ("", "prompt is empty"),
         ([], "prompt is empty"),
         (mx.array([[1, 2]]), "one flat sequence"),
+        ([{"role": "user", "content": "x"}], r"is a list of messages: tokenizer\.apply_chat_template\(messages"),
         ([1, 8192], "token id 8192: ids go from 0 to 8191"),
         ([1] * 4096, "prompt has 4096 tokens"),
     ],
@@ -340,6 +343,33 @@ def test_an_unknown_argument_is_a_type_error(loaded: Any, prompt: list[int]) -> 
         headstart.stream_generate(*loaded, prompt, nonsense=1)
 
 
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda m, t: API.load(5), "path is an int: give a folder"),
+        (lambda m, t: API.load(""), "the model's name is empty"),
+        (lambda m, t: API.load(adapters=["a"]), "adapters is a list: give a dict"),
+        (lambda m, t: API.load(adapters={"a": None}), "adapter 'a' is a NoneType: give its folder"),
+        (lambda m, t: API.load(adapters={5: "a"}), "adapter 5: a name begins with"),
+        (lambda m, t: API.generate(m, None, "a"), "tokenizer is a NoneType: load it"),
+        (lambda m, t: API.generate(m, t, "a", engine=5), "engine is an int: make one"),
+        (lambda m, t: API.generate(m, t, "a", adapter=5), "adapter is an int: give the name"),
+        (lambda m, t: API.generate(m, t, "a", prompt_progress_callback=5), "progress_callback is not a function"),
+        (lambda m, t: API.batch_generate(m, t, None), "prompts is a NoneType: give a list"),
+        (lambda m, t: API.batch_generate(m, None, ["a"]), "tokenizer is a NoneType: load it"),
+        (lambda m, t: API.Engine(None, t), "model is a NoneType: load it"),
+        (lambda m, t: API.Engine(m, 5), "tokenizer is an int: load it"),
+        (lambda m, t: API.Engine(m, max_sequences=None), "max_sequences is a NoneType: give"),
+        (lambda m, t: API.Engine(m, prefix=5), "prefix is an int: make a PrefixCache"),
+        (lambda m, t: API.EngineThread(m), "engine is a Model: make one"),
+        (lambda m, t: API.PrefixCache(math.nan), "max_bytes is nan; it must be 0 or more"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_named(loaded: Any, call: Callable[..., Any], problem: str) -> None:
+    with pytest.raises(headstart.errors.HeadstartError, match=problem):
+        call(*loaded)
+
+
 def test_a_model_of_mlx_lm_is_refused_with_the_way_out(loaded: Any, prompt: list[int]) -> None:
     model, tokenizer = loaded
     with pytest.raises(RequestError, match=r"headstart\.load"):
@@ -352,8 +382,10 @@ def test_a_batch_of_a_model_of_mlx_lm_is_refused_too_and_prints_its_rates_if_ask
     model, tokenizer = loaded
     with pytest.raises(RequestError, match=r"headstart\.load"):
         headstart.batch_generate(model.lm, tokenizer, [prompt])
-    headstart.batch_generate(model, tokenizer, [prompt, prompt], 4, verbose=True)
+    headstart.batch_generate(model, tokenizer, [prompt, prompt], 4, k=0, verbose=True)
     assert "Generation: 8 tokens, " in capsys.readouterr().out
+    headstart.batch_generate(model, tokenizer, [prompt, prompt], 1, verbose=True)
+    assert "Generation: 2 tokens\n" in capsys.readouterr().out
 
 
 def test_an_answer_that_others_ended_is_an_error_with_that_reason(loaded: Any, prompt: list[int]) -> None:
@@ -446,7 +478,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_load_takes_arguments_for_the_tokenizer() -> None:
-    with pytest.raises(RequestError, match="tokenizer_config is a int: give a dict"):
+    with pytest.raises(RequestError, match="tokenizer_config is an int: give a dict"):
         headstart.load("tiny-qwen3.5", 5)  # type: ignore[arg-type]
     end = {"eos_token": "<|im_start|>", "trust_remote_code": True}
     assert headstart.load("tiny-qwen3.5", end)[1].eos_token == "<|im_start|>"

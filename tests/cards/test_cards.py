@@ -19,8 +19,10 @@ from headstart.errors import CheckpointError
 NAMES = [
     *("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"),
     *("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"),
-    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B", "Qwen3.8-Flash-Next"),
+    *("Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
 ]
+GEMMAS = [f"gemma-4-{size}-it" for size in ("12B", "26B-A4B", "31B", "E2B", "E4B")]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_promised_model_has_a_card() -> None:
     known = {card.name: card for card in cards.all_cards()}
-    assert sorted(known) == sorted([*NAMES, *(path.name for path in BUILTIN.iterdir())])
+    assert sorted(known) == sorted([*NAMES, *GEMMAS, *(path.name for path in BUILTIN.iterdir())])
+    for name in GEMMAS:
+        assert (known[name].hub_id, known[name].drafter) == (f"google/{name}", f"google/{name}-assistant")
+        assert known[name].native_mtp is None
     for name in NAMES:
         card = known[name]
         assert card.hub_id == card.original == f"Qwen/{name}"
@@ -72,6 +77,7 @@ def test_cards_know_every_family() -> None:
         ([None], "qwen3.5-27b", "qwen3_5", "Qwen3.5-27B"),  # not Qwen3.5-2B
         ([None], "Qwen3.5-2B_mlx", "qwen3_5", "Qwen3.5-2B"),
         ([None], "Qwen3-Next-80B-A3B-Thinking-8bit", "qwen3_next", "Qwen3-Next-80B-A3B-Thinking"),
+        ([None], "gemma-4-E2B-it-4bit", "gemma4", "gemma-4-E2B-it"),
         ([None], "tiny-qwen3.5-moe", "qwen3_5_moe", "tiny-qwen3.5-moe"),
         ([None], "Qwen3.6-27B-4bit", "qwen3_next", None),  # another family whatever its name
         ([None], "Qwen3.5-4Bits", "qwen3_5", None),
@@ -102,7 +108,7 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
     assert card
     assert card.native_mtp
     assert (card.native_mtp.default_k, card.hub_id) == (3, None)
-    assert len(cards.all_cards()) == len(NAMES) + 2
+    assert len(cards.all_cards()) == len(NAMES) + len(GEMMAS) + 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
@@ -12,6 +13,7 @@ from fixtures import family_model, random_prompt
 from headstart import models
 from headstart.kernels import Backend
 from headstart.kernels.cpu.backend import CpuBackend
+from headstart.kernels.cuda.backend import cuda_backend
 from headstart.models import Model
 from headstart.training.chains import chains
 from headstart.training.head import new_head, opened_head, trained_parameters
@@ -105,11 +107,17 @@ def test_gradients_lead_downhill_as_the_losses_say(family: str) -> None:
     assert slope == pytest.approx(float(length), rel=2e-2)
 
 
+@pytest.mark.parametrize("backend", ["native", "cuda"])
 @pytest.mark.parametrize("family", ["llama", "dense", "moe", "qwen3_moe", "glm4_moe"])
-def test_native_products_have_the_gradients_of_mlx(family: str) -> None:
+def test_products_of_a_device_have_the_gradients_of_mlx(family: str, backend: str) -> None:
     trained, decoding = trained_and_frozen(family)
-    if not isinstance(decoding.backend, CpuBackend):
+    if backend == "native" and not isinstance(decoding.backend, CpuBackend):
         pytest.skip("no native kernels here")
+    if backend == "cuda":
+        quantised = {n: m for n, m in decoding.weights.named_modules() if n.endswith(("embed_tokens", "lm_head"))}
+        assert quantised
+        nn.quantize(decoding.weights, 32, 4, class_predicate=lambda path, _: path in quantised)
+        trained = replace(trained, backend=cuda_backend().with_gradients())
     tokens, counts = text(decoding, 16), mx.ones((2, 16 - STEPS))
     parameters = trained_parameters(trained.weights.mtp)
     native = loss_and_gradients(trained, decoding, parameters, tokens, counts)

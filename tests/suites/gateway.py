@@ -1,4 +1,8 @@
-"""Three servers behind the real gateway: agents take turns, one server is killed and one drained."""
+"""Three servers behind the real gateway: agents take turns, one server is killed and one drained.
+
+Half of the agents are greedy, the others seeded, and half of each read streams. A stream breaks with its server: its
+agent asks again. Nothing else may be lost.
+"""
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from servers import MODEL, Process, ask, free_port, headstart, running
+from servers import MODEL, Broken, Process, ask, free_port, headstart, read_stream, running
 
 AGENTS, TURNS, SERVERS = 12, 8, 3
 WORDS = ("parser", "queue", "cache", "lexer", "socket", "table", "index", "stream", "graph", "timer", "tree", "lock")
@@ -22,6 +26,11 @@ class Agent:
     hits: list[bool] = field(default_factory=list)
     prints: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
+    broken: int = 0  # streams
+
+    @property
+    def streams(self) -> bool:
+        return self.number % 4 >= 2
 
     def request(self, turn: int) -> dict[str, Any]:
         sampling = {"temperature": 0} if self.number % 2 else {"temperature": 0.8, "seed": 100 * self.number + turn}
@@ -33,17 +42,37 @@ class Agent:
         question = f"Turn {turn}: write the {WORDS[(self.number + turn) % len(WORDS)]}."
         self.messages.append({"role": "user", "content": question})
         try:
-            answer = ask(f"{url}/v1/chat/completions", self.request(turn))
-        except (HTTPError, URLError, OSError) as error:
+            text, stats = self.answer(url, turn)
+        except (HTTPError, URLError, OSError, Broken) as error:
             self.lost.append(f"agent {self.number}, turn {turn}: {error}")
             self.messages.pop()
             return
-        text = answer["choices"][0]["message"]["content"] or ""
-        stats = answer["generation_stats"]
         self.messages.append({"role": "assistant", "content": text})
         self.answers.append(text)
         self.hits.append(stats["prefix_cache_hit"] > 0)
         self.prints.add(stats["system_fingerprint"])
+
+    def answer(self, url: str, turn: int) -> tuple[str, dict[str, Any]]:
+        url, body = f"{url}/v1/chat/completions", self.request(turn)
+        if not self.streams:
+            answer = ask(url, body)
+            return answer["choices"][0]["message"]["content"] or "", answer["generation_stats"]
+        try:
+            return read_stream(url, body)
+        except Broken:
+            self.broken += 1
+            return read_stream(url, body)
+
+
+class Killer:
+    """Kills a server, and remembers how many requests it then had."""
+
+    def __init__(self, server: Process):
+        self._server, self.running = server, 0
+
+    def __call__(self) -> None:
+        self.running = ask(self._server.url + "/v1/loads")["loads"][0]["num_total_reqs"]
+        self._server.kill()
 
 
 def talk(url: str, events: dict[int, Any]) -> list[Agent]:
@@ -63,7 +92,8 @@ def talk(url: str, events: dict[int, Any]) -> list[Agent]:
 def check(servers: list[Process], gateway: Process) -> list[str]:
     """Return what went wrong."""
     alone = talk(servers[0].url, {})
-    together = talk(gateway.url, {3: servers[1].kill, 5: servers[2].terminate})
+    kill = Killer(servers[1])
+    together = talk(gateway.url, {3: kill, 5: servers[2].terminate})
     lost = [each for agent in together for each in agent.lost]
     different = [
         agent.number
@@ -71,15 +101,17 @@ def check(servers: list[Process], gateway: Process) -> list[str]:
         if not agent.lost and agent.answers != same.answers
     ]
     calm = sum(agent.hits[turn] for agent in together for turn in (1, 2))
+    broken = sum(agent.broken for agent in together)
     prints = {each for agent in (*alone, *together) for each in agent.prints}
-    print(
-        f"{AGENTS} agents of {TURNS} turns: {sum(len(agent.answers) for agent in together)} answers, {len(lost)} lost"
-    )
+    answers = sum(len(agent.answers) for agent in together)
+    print(f"{AGENTS} agents of {TURNS} turns: {answers} answers, {len(lost)} lost")
+    print(f"streams that broke with the killed server: {broken}; it had {kill.running} requests")
     print(f"prefix hits of the second and third turns: {calm} of {2 * AGENTS}")
     print(f"same text as from one server: {AGENTS - len(different)} of {AGENTS} agents; fingerprints: {prints}")
     problems = [f"lost: {each}" for each in lost]
     problems += [f"agent {number} said something else than with one server alone" for number in different]
     problems += [f"{2 * AGENTS - calm} prompts of quiet turns found no prefix"] if calm < 2 * AGENTS else []
+    problems += [f"{broken} streams broke"] if broken > kill.running else []
     problems += [f"several fingerprints: {prints}"] if len(prints) > 1 else []
     return problems
 

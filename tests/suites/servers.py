@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 MODEL = "tiny-qwen3.5"
@@ -25,11 +26,37 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def ask(url: str, body: Mapping[str, Any] | None = None, timeout: float = 120) -> Any:
+def ask(
+    url: str, body: Mapping[str, Any] | None = None, timeout: float = 120, headers: Mapping[str, str] | None = None
+) -> Any:
     data = json.dumps(body).encode() if body is not None else None
-    with OPENER.open(Request(url, data, {"Content-Type": "application/json"}), timeout=timeout) as response:
+    known = {"Content-Type": "application/json"}
+    with OPENER.open(Request(url, data, known | dict(headers or {})), timeout=timeout) as response:
         text = response.read()
     return json.loads(text) if text else None
+
+
+class Broken(Exception):
+    """A stream ended before its answer."""
+
+
+def read_stream(url: str, body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text and the statistics of a streamed chat."""
+    data = json.dumps({**body, "stream": True}).encode()
+    text, stats = "", None
+    try:
+        with OPENER.open(Request(url, data, {"Content-Type": "application/json"}), timeout=120) as response:
+            for line in response:
+                chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                text += "".join(each["delta"].get("content") or "" for each in chunk.get("choices", ()))
+                stats = chunk.get("generation_stats", stats)
+    except (HTTPException, OSError) as error:
+        if isinstance(error, HTTPError):
+            raise
+        raise Broken(str(error)) from error
+    if stats is None:
+        raise Broken("it has no end")
+    return text, stats
 
 
 @dataclass
