@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-import lines
 from pages import ROOT, Block, Command, blocks, pages, problems
 
 BIN = Path(sys.executable).parent
@@ -186,7 +185,7 @@ def create_models(home: Path) -> None:
 
 def main(wanted: list[Path]) -> int:
     begun = time.monotonic()
-    found = [problem for page in wanted for problem in problems(page)] + lines.problems()
+    found = [problem for page in wanted for problem in problems(page)]
     with tempfile.TemporaryDirectory(prefix="headstart-docs-") as root:
         create_models(Path(root) / "home")
         for page in wanted:
