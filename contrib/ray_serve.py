@@ -1,6 +1,6 @@
 """Headstart as an application of Ray Serve: replicas of one server, each with its own engine.
 
-    pip install "ray[serve]"
+    pip install '.[cpu,ray]'    # or [cuda,ray]
     MODEL=Qwen/Qwen3.6-27B REPLICAS=2 serve run contrib.ray_serve:app
 
 MODEL may name several models with commas between them: each replica loads the one that a request names. Requests go
