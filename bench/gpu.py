@@ -10,6 +10,7 @@
         paths      a layer in one launch beside separate kernels and mlx-lm
         decode     decoding at k = 0..5 with an imposed acceptance, beside mlx-lm
         steps      a step by rows and k
+        batches    1 to 64 sequences: a step, and tokens/s of auto beside k = 0, with an imposed acceptance
         sampled    a sampled step beside a greedy one
         reduced    drafts from a head of 32,768 tokens beside those of the whole one
         kernels    our kernels beside MLX's operations, as in `headstart report`
@@ -31,6 +32,7 @@ from statistics import median
 
 import mlx.core as mx
 import mlx.nn as nn
+from gpu_batches import batches
 from gpu_prompts import beside, cuts, read_history, read_prompts, start
 from harness import line, medians, note, ratio, table, turns
 from imposed_acceptance import Recording, decode_imposed, record
@@ -60,6 +62,10 @@ REDUCED = 32768  # tokens of the reduced head
 
 def prompts(count: int, length: int = 9, vocabulary: int = 200000) -> list[list[int]]:
     return [[(7919 * row + 104729 * i) % (vocabulary - 9) + 8 for i in range(length)] for row in range(count)]
+
+
+def pattern(name: str) -> list[float]:
+    return ACCEPTANCE.get(name, ACCEPTANCE["27b"])
 
 
 def step_seconds(
@@ -115,9 +121,9 @@ def stock_rate(lm: nn.Module, tokens: Sequence[int], count: int = 48) -> float:
 
 def decode(name: str, model: Model, theirs: nn.Module) -> None:
     asked = prompts(1, vocabulary=model.vocabulary)
-    recording, pattern = record(model, asked, 200), ACCEPTANCE.get(name, ACCEPTANCE["27b"])
+    recording = record(model, asked, 200)
     stock = turns({"mlx-lm": lambda: stock_rate(theirs, asked[0])}, TURNS)["mlx-lm"]
-    found = turns({k: partial(decode_imposed, model, recording, k, pattern) for k in range(6)}, TURNS)
+    found = turns({k: partial(decode_imposed, model, recording, k, pattern(name)) for k in range(6)}, TURNS)
     rates = {k: [done.rate for done in each] for k, each in found.items()}  # the text was checked
     table("k", "tokens/s", "lowest", "highest", "to k = 0", "to mlx-lm", "tokens a round", "ms a round")
     for k, each in rates.items():
@@ -129,7 +135,7 @@ def decode(name: str, model: Model, theirs: nn.Module) -> None:
 def paths(name: str, model: Model, theirs: nn.Module) -> None:
     """A layer in one launch beside separate kernels and mlx-lm, in turns, without drafts, with 2 and with 3. Both
     paths must say the same text."""
-    asked, pattern = prompts(1, vocabulary=model.vocabulary), ACCEPTANCE.get(name, ACCEPTANCE["27b"])
+    asked = prompts(1, vocabulary=model.vocabulary)
     recording = Recording(asked, decode_batch(model, asked, 0, 280).sequences)
     table("turn", "path", "k", "ms a step", "described", "handed over", "alone", "tokens/s", "to k = 0")
     for turn in range(TURNS + 1):
@@ -138,7 +144,7 @@ def paths(name: str, model: Model, theirs: nn.Module) -> None:
             plain = 0.0
             for k in (0, 2, 3):
                 seconds = [step_seconds(one, asked, k), *host_seconds(one, k)]
-                rate = decode_imposed(one, recording, k, pattern).rate
+                rate = decode_imposed(one, recording, k, pattern(name)).rate
                 plain = plain or rate
                 line(turn, path, k, *[1e3 * each for each in seconds], rate, rate / plain)
                 note(f"{name} {path} k = {k}", [*seconds, rate])
@@ -200,7 +206,7 @@ def reduced(name: str, whole: Model) -> None:
     """Drafts from either head, and tokens/s if both are right as often. A draft costs (step − verification) / k."""
     ids = choose_draft_tokens({}, min(REDUCED, whole.vocabulary // 2), whole.vocabulary)
     model, asked = whole.with_draft_vocabulary(ids, LOWEST), prompts(1, vocabulary=whole.vocabulary)
-    recording, pattern = record(model, asked, 200), ACCEPTANCE.get(name, ACCEPTANCE["27b"])
+    recording = record(model, asked, 200)
     table(
         "k",
         "ms: whole head",
@@ -219,7 +225,8 @@ def reduced(name: str, whole: Model) -> None:
         }
         times = turns(runs | {"no head": partial(step_seconds, model, asked, k, without_head)}, TURNS)
         imposed = {
-            each: partial(decode_imposed, model, recording, k, pattern, source) for each, source in heads.items()
+            each: partial(decode_imposed, model, recording, k, pattern(name), source)
+            for each, source in heads.items()
         }
         rates = {each: [done.rate for done in several] for each, several in turns(imposed, TURNS).items()}
         draft = median((b - c) / (a - c) for a, b, c in zip(*times.values(), strict=True))
@@ -265,6 +272,9 @@ def shape(name: str, parts: Sequence[str]) -> None:
         "paths": lambda: paths(name, model, theirs),
         "decode": lambda: decode(name, model, theirs),
         "steps": lambda: steps(name, model),
+        "batches": lambda: batches(
+            name, model, pattern(name), partial(prompts, vocabulary=model.vocabulary), step_seconds
+        ),
         "sampled": lambda: sampled(name, model),
         "reduced": lambda: reduced(name, model),
         "kernels": lambda: kernels(name, model),
