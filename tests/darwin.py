@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 import headstart
+from checkpoints import write
 
 LINUX = {  # names that Python does not have on macOS
     os: (
@@ -107,7 +109,9 @@ def play() -> None:
     print("load =", current_load())
     stock.gated_delta_kernel = gated_delta_ops  # mlx-lm has its kernel only where MLX had Metal from the start
     choice.REPEATS, choice.LAUNCHES, choice.TIMED = 1, 1, (1,)
-    model = load_model("tiny-qwen3.5")
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), "dense")
+        model = load_model(Path(folder))
     print("backend =", type(model.backend).__name__, model.dtype_name, model.backend)
     events = Engine(model).submit(Request([3, 5, 7], SamplingParams(max_tokens=4, k=2)))
     last = list(events)[-1]
