@@ -46,6 +46,12 @@ def test_a_chat_streams_from_a_server(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.count(" tokens per round, ") == 2
 
 
+def test_a_backend_counts_what_it_multiplies(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = import_module("custom_backend").main()
+    shape, count = backend.counted.most_common(1)[0]
+    assert f"{count} products with {shape[0]} × {shape[1]}\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_structured_answer_is_of_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module("structured")
