@@ -68,6 +68,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_ids: Collection[int]
     stop: Collection[str]
     temperature: float
+    top_n_sigma: float
     top_p: float
     min_p: float
     min_tokens_to_keep: int
@@ -122,6 +123,8 @@ class SamplingParams:
         stop_ids: Token ids that end the answer, besides the tokenizer's own.
         stop: Strings that end the answer; they are not part of its text.
         temperature: 0 is greedy.
+        top_n_sigma: Keep tokens whose logit is at most this many standard deviations of all logits below the best; 0
+            keeps all.
         top_p: Keep the smallest set of tokens with this probability mass; 1 keeps all.
         min_p: Drop tokens less probable than this share of the most probable one's probability.
         min_tokens_to_keep: Number of best tokens that min_p never drops.
@@ -153,6 +156,7 @@ class SamplingParams:
 
     # mlx-lm's sampler, in its order: top_p, min_p, XTC and top_k on the model's probabilities, then temperature.
     temperature: float = _number(0.0, 0, 100)
+    top_n_sigma: float = _number(0.0, 0, MAX_INT32)  # llama.cpp's, before the others
     top_p: float = _number(1.0, 0, 1)
     min_p: float = _number(0.0, 0, 1)
     min_tokens_to_keep: int = _number(1, 1, MAX_INT32)

@@ -38,6 +38,8 @@ def some_params(rng: random.Random) -> SamplingParams:
     if rng.random() < 0.3:
         params |= {"xtc_probability": rng.choice([0.5, 1.0]), "xtc_threshold": rng.choice([0.05, 0.1, 0.3])}
         params["xtc_special_tokens"] = rng.choice([(), (3, 7)])
+    if rng.random() < 0.3:
+        params["top_n_sigma"] = rng.choice([0.5, 1.0, 3.0])
     params["seed"] = rng.choice([None, rng.getrandbits(32)])
     return SamplingParams(**params)  # type: ignore[arg-type]
 

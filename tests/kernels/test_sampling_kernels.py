@@ -219,6 +219,7 @@ BATCHES = {
     "ratio": [COLD, {"temperature": 0.3}],
     "coupled": [{**COLD, "seed": 1}, {"temperature": 0.3, "min_p": 0.01, "seed": 2}, {}],
     "penalties": [{**COLD, "seed": 1}, {**COLD, "presence_penalty": 0.5}],
+    "sigma": [{**COLD, "seed": 1}, {"temperature": 0.8, "top_n_sigma": 1.5}, {}],
     "xtc": [{**COLD, "seed": 1}, {**COLD, "xtc_probability": 0.5}, {**COLD, "accept": "optimistic"}],
 }
 

@@ -14,6 +14,7 @@ NUMBERS = {  # a value that is right, and those just outside
     "max_tokens": (1, [0, -1]),
     "min_tokens": (0, [-1]),
     "temperature": (0.7, [-0.1, 100.1]),
+    "top_n_sigma": (1.5, [-0.01, 2**31]),
     "top_p": (0.9, [-0.01, 1.01]),
     "min_p": (0.1, [-0.01, 1.01]),
     "min_tokens_to_keep": (1, [0, -3]),

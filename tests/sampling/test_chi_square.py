@@ -36,6 +36,7 @@ SAMPLED = {  # with the drafts a round that each row may have: all of them decod
     "top_p": (P(temperature=1.0, top_p=0.9), 3),
     "temperature .6, top_p": (P(temperature=0.6, top_p=0.95), 5),
     "min_p": (P(temperature=1.0, min_p=0.05), 1),
+    "top_n_sigma": (P(temperature=1.0, top_n_sigma=2), 3),
     "temperature .6, min_p, top_k, top_p": (P(temperature=0.6, min_p=0.02, top_k=8, top_p=0.95), 3),
     "repetition": (P(temperature=1.0, repetition_penalty=1.5), 3),
     "presence": (P(temperature=1.0, presence_penalty=1.0), 5),

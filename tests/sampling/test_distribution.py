@@ -48,6 +48,13 @@ PROCESSORS = {
     ),
     "none": P(),
 }  # fmt: skip
+SIGMAS = {
+    "all": P(temperature=0.8, top_n_sigma=30),
+    "some": P(temperature=1.3, top_n_sigma=1.5),
+    "fractions": P(temperature=1.0, top_n_sigma=0.01),
+    "penalised and truncated": P(temperature=0.7, top_n_sigma=2, top_p=0.9, top_k=9, presence_penalty=0.8),
+    "no early stop": P(temperature=0.7, top_n_sigma=1.2, stop_ids=[3, 5], min_tokens=200),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +152,37 @@ def test_bias_and_penalties_are_those_of_mlx_lm(name: str) -> None:
         assert np.allclose(np.array(found[b, w]), np.array(expected[0]), rtol=1e-6, atol=1e-6)
 
 
-ALL = [*SAMPLERS.values(), *[replace(p, temperature=0.8) for p in PROCESSORS.values()], *PROCESSORS.values()]
+def within_sigma(logits: np.ndarray, n: float) -> np.ndarray:
+    """[V]: which tokens llama.cpp's top-n-sigma keeps."""
+    possible = logits[np.isfinite(logits)].astype(np.float64)
+    return logits >= possible.max() - n * possible.std()
+
+
+@pytest.mark.parametrize("name", SIGMAS)
+def test_top_n_sigma_is_llama_cpps(name: str) -> None:
+    """Before other truncations, after all else that changes logits; grammars and stops have no part in sigma."""
+    params, permitted = SIGMAS[name], random_logits(3, 4, VOCABULARY, seed=7) > -1
+    logits, text, left = random_logits(3, 4, VOCABULARY, seed=6), random_text(3, 4), mx.full((3, 4), 100)
+    without = ruled(*[replace(params, top_n_sigma=0)] * 3)
+    for allowed in (None, permitted):
+        before = np.array(process_logits(logits, without, text, left, None, allowed))
+        after = np.array(process_logits(logits, ruled(*[params] * 3), text, left, None, allowed))
+        for b, w in itertools.product(range(3), range(4)):
+            kept = within_sigma(before[b, w], params.top_n_sigma)
+            assert np.array_equal(after[b, w], np.where(kept, before[b, w], -np.inf))
+            assert kept.sum() == 1 if name == "fractions" else kept.sum() > 1
+
+
+def test_top_n_sigma_keeps_the_best_where_all_are_equal_or_one_is_possible() -> None:
+    level = mx.zeros((2, 1, VOCABULARY))
+    alone = mx.where(mx.arange(VOCABULARY) == 5, 2.0, -mx.inf) + level
+    for logits in (level, alone):
+        found = process_logits(logits, ruled(*[SIGMAS["some"]] * 2), random_text(2, 1), mx.full((2, 1), 100))
+        assert mx.array_equal(found, logits)
+
+
+SAMPLED = [*SAMPLERS.values(), *SIGMAS.values(), *[replace(p, temperature=0.8) for p in PROCESSORS.values()]]
+ALL = [*SAMPLED, *PROCESSORS.values()]
 
 
 def through(logits: mx.array, text: mx.array, *params: SamplingParams) -> Distribution:

@@ -34,12 +34,13 @@ PARAMS = {
     "top_p": SamplingParams(temperature=1.2, top_p=0.8),
     "min_p": SamplingParams(temperature=0.7, min_p=0.2),
     "xtc": SamplingParams(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.2),
+    "top_n_sigma": SamplingParams(temperature=1.0, top_n_sigma=1.2),
     "repetition": SamplingParams(temperature=1.0, repetition_penalty=1.8, repetition_context_size=3),
     "presence": SamplingParams(temperature=0.8, presence_penalty=1.5, presence_context_size=2),
     "frequency and top_p": SamplingParams(temperature=0.9, frequency_penalty=0.7, top_p=0.9),
     "presence of all generated": SamplingParams(temperature=0.8, presence_penalty=1.5, presence_context_size=None),
     "everything": SamplingParams(
-        temperature=0.8, top_p=0.95, min_p=0.05, top_k=3,
+        temperature=0.8, top_n_sigma=2.5, top_p=0.95, min_p=0.05, top_k=3,
         presence_penalty=0.5, repetition_penalty=1.3, logit_bias={1: 1.0},
     ),
 }  # fmt: skip

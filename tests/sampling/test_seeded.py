@@ -18,9 +18,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
     {"temperature": 1.0, "frequency_penalty": 0.8, "frequency_context_size": None},
     {"temperature": 0.7, "xtc_probability": 0.5, "xtc_threshold": 0.05, "top_k": 30},
+    {"temperature": 1.5, "top_n_sigma": 1.5, "top_p": 0.99},
 ]
 STRANGERS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 7}, {"presence_penalty": 1.0},
+    {"temperature": 1.0, "top_n_sigma": 1.0},
 ]  # fmt: skip
 
 
@@ -104,3 +106,11 @@ def test_without_a_seed_texts_differ() -> None:
 def test_a_seed_does_not_change_greedy_text() -> None:
     plain = text(PROMPTS[1], max_tokens=6, k=0)
     assert text(PROMPTS[1], max_tokens=6, k=3, seed=5) == plain
+
+
+def test_a_top_n_sigma_of_almost_nothing_is_greedy_on_every_device() -> None:
+    """Whatever draws: a kernel that did not know of it would draw other tokens."""
+    plain = text(PROMPTS[1], max_tokens=6, k=0)
+    for k in (0, 3):
+        for seed in (5, None):
+            assert text(PROMPTS[1], max_tokens=6, k=k, temperature=1.5, top_n_sigma=1e-6, seed=seed) == plain

@@ -80,7 +80,7 @@ def test_counted_tokens_are_those_that_are_read(server: Running, fields: dict[st
 
 
 def test_sampling_parameters_reach_the_engine(server: Running) -> None:
-    params = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 7}
+    params = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "top_n_sigma": 2.0, "seed": 7}
     expected = alone(chat_tokens("hi"), max_tokens=24, **params)
     assert create(server, extra_body=params).content[0].text == expected.text
     assert expected.text != alone(chat_tokens("hi"), max_tokens=24).text

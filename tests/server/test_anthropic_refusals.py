@@ -40,6 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": 2.5}, "top_k"),
+    ({"top_n_sigma": -1}, "top_n_sigma"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"stop_sequences": ["a"] * 65}, "stop_sequences"),

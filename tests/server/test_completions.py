@@ -86,6 +86,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 1.1, "seed": 7, "top_p": 0.3},
     {"temperature": 1.0, "seed": 3, "top_k": 2},
     {"temperature": 1.0, "seed": 3, "min_p": 0.3},
+    {"temperature": 1.0, "seed": 3, "top_n_sigma": 1},
     {"temperature": 1.0, "seed": 4, "xtc_probability": 0.9, "xtc_threshold": 0.01},
     {"temperature": 1.0, "seed": 8, "presence_penalty": 2},
     {"temperature": 1.0, "seed": 8, "frequency_penalty": 2},

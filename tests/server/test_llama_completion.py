@@ -125,6 +125,9 @@ def test_sampling_fields_are_llama_cpps(http: httpx.Client) -> None:
     seeded = {"temperature": 1, "seed": 3, "top_k": 40, "min_p": 0.01}
     expected = alone(encode(PROMPT), max_tokens=12, temperature=1, seed=3, top_k=40, min_p=0.01)
     assert complete(http, **seeded)["content"] == expected.text
+    sigma = {"temperature": 1, "seed": 3, "top_n_sigma": 1}
+    expected = alone(encode(PROMPT), max_tokens=12, temperature=1, seed=3, top_n_sigma=1)
+    assert complete(http, **sigma)["content"] == expected.text
     penalty = {"repetition_penalty": 1.5, "repetition_context_size": 64}
     assert complete(http, repeat_penalty=1.5)["content"] == alone(encode(PROMPT), max_tokens=12, **penalty).text
     assert complete(http, repeat_penalty=1.5, repeat_last_n=0)["content"] == complete(http)["content"]

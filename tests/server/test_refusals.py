@@ -48,6 +48,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": 2.5}, "top_k"),
     ({"min_p": -0.1}, "min_p"),
+    ({"top_n_sigma": -1}, "top_n_sigma"),
     ({"presence_penalty": 5}, "presence_penalty"),  # OpenAI's range is -2 to 2
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"max_tokens": 0}, "max_tokens"),

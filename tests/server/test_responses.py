@@ -18,6 +18,7 @@ WEATHER: Any = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 BUILT_IN = [
     "web_search",
     "file_search",
@@ -275,6 +276,7 @@ def test_built_in_tools_are_refused_by_name(here: Here, kind: str) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"extra_body": {"background": True}}, "background", "not supported"),
         ({"extra_body": {"conversation": "conv_1"}}, "conversation", "not supported"),
+        ({"extra_body": {"top_n_sigma": -1}}, "top_n_sigma", "from 0"),
         ({"top_logprobs": 3}, "top_logprobs", "not supported"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "16"),
@@ -302,9 +304,11 @@ def test_the_oldest_turns_are_left_out_on_request(here: Here) -> None:
 def test_a_real_model_generates_the_same_as_in_a_chat() -> None:
     with running() as here:
         client = here.openai()
-        chat = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "Hello"}], max_completion_tokens=20, temperature=0
-        )
+        chat = client.chat.completions.create(model="tiny", messages=HELLO, max_completion_tokens=20, temperature=0)
         response: Response = client.responses.create(model="tiny", input="Hello", max_output_tokens=20, temperature=0)
         assert response.output_text == chat.choices[0].message.content
-        assert here.metric("headstart_requests_total", endpoint="/v1/responses", outcome="length") == 1
+        sampled: Any = {"model": "tiny", "temperature": 1.0, "extra_body": {"seed": 3, "top_n_sigma": 1}}
+        chat = client.chat.completions.create(**sampled, messages=HELLO, max_completion_tokens=20)
+        response = client.responses.create(**sampled, input="Hello", max_output_tokens=20)
+        assert response.output_text == chat.choices[0].message.content
+        assert here.metric("headstart_requests_total", endpoint="/v1/responses", outcome="length") == 2

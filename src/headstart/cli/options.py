@@ -50,6 +50,10 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "top_p": (float, Option(None, show_default="1", help="Keep the likeliest tokens that add up to this.")),
     "top_k": (int, Option(None, show_default="0", help="Keep this many tokens; 0 keeps all.")),
     "min_p": (float, Option(None, show_default="0", help="Keep tokens this likely, relative to the likeliest.")),
+    "top_n_sigma": (
+        float,
+        Option(None, show_default="0", help="Keep tokens so many standard deviations near the best; 0 keeps all."),
+    ),
     "repetition_penalty": (float, Option(None, show_default="1", help="Above 1: less of the last 20 tokens.")),
     "presence_penalty": (float, Option(None, show_default="0", help="Above 0: less of the last 20 tokens.")),
     "frequency_penalty": (float, Option(None, show_default="0", help="The same, by how often each occurs.")),

@@ -129,7 +129,7 @@ def adjust(
         text = mx.concatenate([context.recent, drafts], axis=1)
         seen = text[:, here[:, None] + mx.arange(context.recent.shape[1])]  # [B, W, L]
         counts = None if context.counts is None else _window_counts(context.counts, drafts, here)
-        logits = process_logits(logits, controls, seen, context.remaining[:, None] - here, counts)
+        return process_logits(logits, controls, seen, context.remaining[:, None] - here, counts, permitted)
     return logits if permitted is None else mx.where(permitted, logits, -mx.inf)
 
 

@@ -71,6 +71,7 @@ class Controls:
     penalties: list[Penalty]
     count_penalty: CountPenalty | None
     min_tokens: MinTokens | None
+    top_n_sigma: mx.array | None  # [B, 1, 1], 0 for sequences without
     keys: Keys  # [B]
     packed: tuple[mx.array, mx.array]  # temperature, truncation without XTC, and keys, as a `Sampler` has them
     rules: frozenset[str]  # acceptance rules in use
@@ -83,7 +84,8 @@ class Controls:
     def adjusts(self) -> bool:
         """Return whether a sequence changes its logits before sampling."""
         penalties = bool(self.penalties) or self.count_penalty is not None
-        return self.bias is not None or penalties or self.min_tokens is not None
+        removes = self.min_tokens is not None or self.top_n_sigma is not None
+        return self.bias is not None or penalties or removes
 
     @property
     def kernels_suffice(self) -> bool:
@@ -129,6 +131,7 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
         penalties=_penalties(params),
         count_penalty=_count_penalty(params),
         min_tokens=_min_tokens(sequences),
+        top_n_sigma=_top_n_sigma(params),
         keys=keys,
         packed=_packed(params, keys, vocabulary),
         rules=frozenset(rules),
@@ -212,6 +215,11 @@ def _min_tokens(sequences: Sequence[SequenceParams]) -> MinTokens | None:
     free_at = [s.limit - s.params.min_tokens if s.params.stop_ids else MAX_INT32 for s in sequences]
     stop_ids = _padded([s.params.stop_ids for s in sequences], 0)
     return MinTokens(stop_ids, mx.array(free_at, mx.int32)[:, None])
+
+
+def _top_n_sigma(params: list[SamplingParams]) -> mx.array | None:
+    numbers = [p.top_n_sigma if p.sampled else 0.0 for p in params]
+    return _column(numbers) if any(numbers) else None
 
 
 def _xtc(params: list[SamplingParams]) -> Xtc | None:

@@ -59,14 +59,20 @@ def gumbel_argmax(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
 
 
 def process_logits(
-    logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array, counts: mx.array | None = None
+    logits: mx.array,
+    controls: Controls,
+    seen: mx.array,
+    remaining: mx.array,
+    counts: mx.array | None = None,
+    permitted: mx.array | None = None,
 ) -> mx.array:
-    """Apply biases, penalties and forbidden stop ids to logits [B, W, V], in float32.
+    """Apply biases, penalties, forbidden stop ids, grammars and top-n-sigma to logits [B, W, V], in float32.
 
     Args:
         seen: [B, W, L], the tokens before each position, the newest last, -1 where there is none.
         remaining: [B, W], how many tokens the sequence may still generate there.
         counts: [B, W, V], how often each token was generated before each position, if a penalty needs it.
+        permitted: [B, W, V], the tokens that grammars permit at each position.
     """
     logits = logits.astype(mx.float32)
     if controls.bias is not None:
@@ -93,7 +99,23 @@ def process_logits(
         was = mx.take_along_axis(logits, ids, axis=-1)
         too_early = (remaining > free_at)[..., None]  # [B, W, 1]
         logits = mx.put_along_axis(logits, ids, mx.where(too_early, -mx.inf, was), axis=-1)
-    return logits
+    if permitted is not None:
+        logits = mx.where(permitted, logits, -mx.inf)
+    return logits if controls.top_n_sigma is None else _near_best(logits, controls.top_n_sigma)
+
+
+def _near_best(logits: mx.array, n: mx.array) -> mx.array:
+    """Remove tokens whose logit is more than n [B, 1, 1] standard deviations below the best one's; none where n is 0.
+
+    It is done to the logits, before kernels draw from them: none of them knows of it. The sums are over the whole
+    vocabulary in order of id, so they are the same for every batch.
+    """
+    below = logits - logits.max(axis=-1, keepdims=True)  # [B, W, V]
+    possible = below > -mx.inf
+    count = possible.astype(mx.int32).sum(axis=-1, keepdims=True)
+    mean = mx.where(possible, below, 0).sum(axis=-1, keepdims=True) / count
+    variance = mx.where(possible, mx.square(below - mean), 0).sum(axis=-1, keepdims=True) / count
+    return mx.where((n == 0) | (below >= -n * mx.sqrt(variance)), logits, -mx.inf)
 
 
 def sampling_distribution(logits: mx.array, controls: Controls, xtc_uniforms: mx.array | None) -> Distribution:

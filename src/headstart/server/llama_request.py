@@ -16,7 +16,7 @@ from .prompt import Prompt, text_prompt
 from .request_fields import BoundedList, JsonObject, Penalty, ProgressRequest, RequestModel, Stops, Text, as_tuple
 
 OFF: dict[str, tuple[object, ...]] = {  # the values that leave off what is not supported here
-    "mirostat": (0,), "typical_p": (1,), "top_n_sigma": (0, -1), "dynatemp_range": (0,), "dry_multiplier": (0,),
+    "mirostat": (0,), "typical_p": (1,), "dynatemp_range": (0,), "dry_multiplier": (0,),
     "post_sampling_probs": (False,), "lora": ([],), "image_data": ([],), "n_indent": (0,), "n_cmpl": (1,),
     "t_max_predict_ms": (0, -1),
 }  # fmt: skip
@@ -96,6 +96,7 @@ class LlamaCompletionRequest(ProgressRequest):
             "max_tokens": most,
             "min_tokens": most if self.ignore_eos else self.min_tokens or 0,
             "seed": None if self.seed in RANDOM_SEEDS else self.seed,
+            "top_n_sigma": max(self.top_n_sigma or 0.0, 0.0),  # -1, llama.cpp's default, is off
             "stop": as_tuple(self.stop),
             "logit_bias": {},  # see `make_prompt`
             "logprobs": bool(self.n_probs),

@@ -8,8 +8,8 @@ from .llama_request import LlamaCompletionRequest
 from .response import Events, OutputToken, ResponseWriter, TokenSpan, encode_json
 
 SETTINGS = (
-    "seed", "temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "presence_penalty",
-    "frequency_penalty", "stop", "min_tokens",
+    "seed", "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+    "presence_penalty", "frequency_penalty", "stop", "min_tokens",
 )  # fmt: skip
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 

@@ -142,6 +142,7 @@ class GenerationRequest(RequestModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
     seed: int | None = None
     num_draft_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
         None, description="Drafts per step; 0 disables drafting."
