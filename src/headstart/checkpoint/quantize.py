@@ -24,7 +24,7 @@ KEEP = "keep"
 # Not quantised: what decides between tokens and what mixes residual streams, little of a model.
 DECIDES = (
     *("index_qk_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
-    *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"),
+    *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight", "hc.fn"),
 )
 
 Quantization = dict[str, Any]  # group_size, bits, mode: what MLX's functions take

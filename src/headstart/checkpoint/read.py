@@ -23,6 +23,7 @@ FLOAT32 = (
     ".input_mix_weight_down.weight",
     ".input_mix_weight_up.weight",
     ".block_inject_weight.weight",
+    *("hc.fn.weight", "hc.base", "hc.scale"),
 )
 SCALES = (".scales", ".biases")  # of quantised weights
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up

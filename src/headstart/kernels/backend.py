@@ -38,7 +38,7 @@ from .layers import (
 )
 from .recurrent import Recurrents
 from .report import Report, join_columns
-from .streams import StreamMixer
+from .streams import HyperConnection, StreamMixer
 from .types import at_last
 
 Remembered = Callable[..., Any]  # of a BatchState, the width of the window, and the inputs of a pass
@@ -222,9 +222,11 @@ class Backend(Recurrents, Drafting):
                 assert isinstance(memory, Recurrent)
                 x = self.token_grams(part.does, x, part.norm(x), memory, run)
                 continue
-            assert isinstance(part.norm, StreamMixer)
-            mixed, shares = self.mix(x, part.norm)
-            x, _ = self.run_part(part, mixed, held, run, Residual(x, part.norm, shares=shares))
+            mixer = part.mixer or part.norm
+            assert isinstance(mixer, StreamMixer | HyperConnection)
+            mean, streams, shares = self.mix(x, mixer)
+            given = mean if part.mixer is None else self.norm(mean, part.norm)
+            x, _ = self.run_part(part, given, held, run, Residual(streams, part.norm, shares=shares))
         return x
 
     def run_part(

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from ..state import KV, Recurrent
 from .adapters import ChosenAdapters, has_adapters
 from .share import Alone, Share
-from .streams import StreamMixer
+from .streams import HyperConnection, StreamMixer
 from .types import Window
 
 Mask = Callable[[int | None], mx.array]  # positions that a layer sees, None for all → [B, 1, W, reach]
@@ -154,8 +154,8 @@ class SelectedAttention:
 
 @dataclass(frozen=True, eq=False)
 class TokenGrams:
-    """Embeddings of the last few tokens, which a table on disk has: each stream is given them by a gate of its own,
-    and after a short convolution. Its state are the tokens before the window and the convolution's inputs."""
+    """Embeddings of the last few tokens, from a table on disk: each stream is given them by a gate of its own, and
+    after a short convolution. Its state are the tokens before the window and the convolution's inputs."""
 
     module: nn.Module
     streams: int
@@ -226,8 +226,8 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class MlpAndExperts(FeedForward):
-    """Gemma 4's MLP and experts side by side, between norms of their own. `module` is the decoder layer, whose router
-    and experts are given the residual stream."""
+    """Gemma 4's MLP and experts side by side, between norms. `module` is the decoder layer, whose router and experts
+    are given the residual stream."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,6 +251,7 @@ class Part(NamedTuple):
     does: Mixer | FeedForward
     beside: FeedForward | None = None  # experts that are given the same; what they make is added at the layer's end
     after: nn.Module | None = None  # a norm of what it makes
+    mixer: HyperConnection | None = None  # of several streams: `norm` is then of their mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,8 +271,8 @@ class Layer:
     @property
     def is_plain(self) -> bool:
         """Return whether the layer is its parts, each after a norm, and nothing else."""
-        beside = any(part.beside is not None or part.after is not None for part in self.parts)
-        return not beside and self.own_input is None and self.scalar is None and not self.streamed
+        more = any(part.beside is not None or part.after is not None for part in self.parts) or self.streamed
+        return not more and self.own_input is None and self.scalar is None
 
     @cached_property
     def norms(self) -> tuple[nn.Module, ...]:
@@ -280,8 +281,7 @@ class Layer:
 
     @property
     def streamed(self) -> bool:
-        """Return whether there are several residual streams."""
-        return isinstance(self.parts[-1].norm, StreamMixer)
+        return self.parts[-1].mixer is not None or isinstance(self.parts[-1].norm, StreamMixer)
 
     @property
     def kind(self) -> Hashable:
