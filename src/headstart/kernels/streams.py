@@ -96,11 +96,11 @@ def weighted_mean(x: mx.array, weights: mx.array | None, streams: int) -> mx.arr
     """Return the sum [..., H] of streams x [..., S·H] by weights [..., S], or their plain mean, in their type."""
     each = split_streams(x.astype(mx.float32), streams)
     each = each if weights is None else each * weights[..., None]
-    total = add_up(each, -2)
+    total = sum_in_order(each, -2)
     return (total / streams if weights is None else total).astype(x.dtype)
 
 
-def add_up(x: mx.array, axis: int) -> mx.array:
+def sum_in_order(x: mx.array, axis: int) -> mx.array:
     """Return the sum over a short axis, one after the other: MLX's own order may change with the number of rows."""
     first, *others = (each.squeeze(axis) for each in mx.split(x, x.shape[axis], axis=axis))
     for each in others:
@@ -129,7 +129,7 @@ class Streams(Products):
             return Mixed(mean, x, shares)
         weights = self.hyper_weights(self.hyper_products(x, mixer), mixer)
         each = split_streams(x.astype(mx.float32), mixer.streams)  # [..., S, H]
-        mixed = add_up(weights.mixture[..., None] * each[..., None, :], -3)  # of [..., S, S, H]
+        mixed = sum_in_order(weights.mixture[..., None] * each[..., None, :], -3)  # of [..., S, S, H]
         return Mixed(weighted_mean(x, weights.mean, mixer.streams), mixed.flatten(-2), weights.shares)
 
     def mean(self, x: mx.array, mixer: StreamMixer) -> tuple[mx.array, mx.array | None]:
@@ -139,7 +139,7 @@ class Streams(Products):
         layers: Any = [mixer[name] for name in ("input_mix_weight_down", "block_inject_weight") if name in mixer]
         down, *inject = self.multiply(normed, layers)
         (up,) = self.multiply(nn.silu(down / streams), [mixer.input_mix_weight_up])
-        total = add_up(split_streams(mx.sigmoid(up) * normed, streams), -2)
+        total = sum_in_order(split_streams(mx.sigmoid(up) * normed, streams), -2)
         return (total / streams).astype(x.dtype), 2 * mx.sigmoid(inject[0] / streams) if inject else None
 
     def hyper_products(self, x: mx.array, hc: HyperConnection) -> mx.array:
@@ -155,7 +155,7 @@ class Streams(Products):
         )
         mixture = mx.softmax(split_streams(mixture, hc.streams), axis=-1) + hc.eps
         for axis in [-2, *[-1, -2] * (hc.iterations - 1)]:
-            mixture = mixture / mx.expand_dims(add_up(mixture, axis) + hc.eps, axis)
+            mixture = mixture / mx.expand_dims(sum_in_order(mixture, axis) + hc.eps, axis)
         return StreamWeights(mx.sigmoid(mean) + hc.eps, 2 * mx.sigmoid(shares), mixture)
 
     def inject(self, x: mx.array, made: mx.array, shares: mx.array) -> mx.array:
