@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Backend
+from ..kernels.compressed import CompressedAttention
 from ..kernels.layers import (
     Attention,
     DeltaAttention,
@@ -30,6 +31,7 @@ from ..kernels.layers import (
     Pass,
     Residual,
 )
+from ..kernels.memories import memories_of
 from ..models import Model
 from ..state import BatchState
 from .report import table
@@ -185,6 +187,9 @@ def describe(does: Mixer | FeedForward) -> tuple[str, str]:
     if isinstance(does, LatentAttention):
         latent, rotated = does.head_sizes
         return "latent attention", f"{does.module.num_heads} heads, {latent} latent and {rotated} rotated"
+    if isinstance(does, CompressedAttention):
+        blocks = f"entries of {does.every} tokens" if does.every else "no entries"
+        return "compressed attention", f"{does.heads} heads of {sum(does.head_sizes)}, {blocks}"
     net: Any = does.module
     if isinstance(does, MlpAndExperts):
         return "feed-forward", f"dense and {net.experts.switch_glu.up_proj.weight.shape[0]} experts"
@@ -215,9 +220,10 @@ def _run(backend: Backend, part: Part, dtype: mx.Dtype) -> Run:
 
     def run(x: mx.array) -> mx.array:
         x = x.astype(dtype)
-        memory = [] if isinstance(part.does, FeedForward) else [part.does.state(1, dtype, False)]
+        memory = [] if isinstance(part.does, FeedForward) else memories_of(part.does, 1, dtype, False)
         state = BatchState.empty(memory, 1)
-        one_pass = Pass(state.reserve(x.shape[1]), state.accepted)
+        tokens = mx.zeros(x.shape[:2], mx.int32)
+        one_pass = Pass(state.reserve(x.shape[1]), state.accepted, tokens=tokens)
         return backend.run_part(part, x, iter(memory), one_pass, Residual(mx.zeros_like(x), part.norm))[0]
 
     return run

@@ -23,6 +23,7 @@ VISION = (
 )  # fmt: skip
 EXPERT = re.compile(r"^(.+\.(?:mlp|mixer))\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp|layers\.\d+)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
+GROUPED = re.compile(r"^(.+\.self_attn\.o_a_proj)\.(?:weight|scales|biases)$")
 LATENT = re.compile(r"^(.+\.(?:self_attn|attention)(?:\.\d)?)\.kv_b_proj\.(weight)$")
 
 
@@ -54,6 +55,7 @@ class ParameterPart(NamedTuple):
     expert: int | None = None
     half: int | None = None  # 0, 1: of `gate_up_proj`, gate first; of `kv_b_proj`, keys first
     heads: tuple[int, int, int] | None = None  # of `kv_b_proj`: their number, sizes of a key and of a value
+    groups: int | None = None  # of `o_a_proj`: matrices that a release has below one another
 
 
 class Names:
@@ -66,6 +68,7 @@ class Names:
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
         # LongCat's experts without weights: transformers 5 writes tensors for them, which nothing reads.
         self.experts = text.get("n_routed_experts") if "zero_expert_num" in text else None
+        self.groups = text.get("o_groups")
         unread = family.unread(text)
         self.unread = re.compile(unread) if unread else None
         layers, spec = int(text.get("num_hidden_layers") or 0), family.head
@@ -118,4 +121,6 @@ class Names:
             attention, leaf = match.groups()
             both, heads = (f"{attention}.embed_q.{leaf}", f"{attention}.unembed_out.{leaf}"), self.heads
             return [ParameterPart(parameter, None, half, heads) for half, parameter in enumerate(both)]  # type: ignore[arg-type]
+        if self.groups and GROUPED.match(name):
+            return [ParameterPart(name, groups=self.groups)]
         return [ParameterPart(name)]

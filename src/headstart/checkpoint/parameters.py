@@ -21,6 +21,7 @@ from .safetensors import Header, TensorInfo
 Provenance = Literal["raw", "converted"]
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
+WHOLE = ("token_ordering", ".tid2eid")  # tables of whole numbers
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -105,6 +106,8 @@ def _stored_parameter(name: str, sources: list[TensorSource]) -> StoredParameter
         shape = (*shape[:-2], shape[-2] // 2, shape[-1])
     if part.expert is not None:
         shape = (len(sources), *shape)
+    if part.groups is not None and len(shape) == 2 and shape[0] % part.groups == 0:
+        shape = (part.groups, shape[0] // part.groups, shape[1])
     if first.provenance == "raw" and name.endswith("conv1d.weight") and len(shape) == 3:
         shape = (shape[0], shape[2], shape[1])  # [C, 1, K] → [C, K, 1]
     return StoredParameter(tuple(sources), shape)
@@ -169,7 +172,7 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
             return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
         if found != wanted:
             return f"{name} has shape {list(found)} where config.json makes it {list(wanted)}"
-        whole = name.endswith("token_ordering") or f"{name.rpartition('.')[0]}.scales" in expected
+        whole = name.endswith(WHOLE) or f"{name.rpartition('.')[0]}.scales" in expected
         if not whole and not mx.issubdtype(stored[name].dtype, mx.floating):
             return f"{name} is of type {stored[name].dtype} and has no scales"
     unknown = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]

@@ -25,6 +25,8 @@ KEEP = "keep"
 DECIDES = (
     *("index_qk_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
     *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight", "hc.fn"),
+    *("indexer.q_b_proj", "indexer.scorer.weights_proj"),
+    *("compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj", "compressor.indexer.gate_proj"),
 )
 
 Quantization = dict[str, Any]  # group_size, bits, mode: what MLX's functions take

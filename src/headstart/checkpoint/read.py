@@ -24,6 +24,7 @@ FLOAT32 = (
     ".input_mix_weight_up.weight",
     ".block_inject_weight.weight",
     *("hc.fn.weight", "hc.base", "hc.scale"),
+    *(".position_bias", ".sinks"),
 )
 SCALES = (".scales", ".biases")  # of quantised weights
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
@@ -45,7 +46,7 @@ def read_parameter(
     """
     part = stored[name]
     arrays = [_take(source, files) for source in part.sources]
-    _, expert, half, heads = part.sources[0].part
+    _, expert, half, heads, groups = part.sources[0].part
     array = arrays[0] if expert is None else mx.stack(arrays)
     if heads is not None:
         number, key, _ = heads
@@ -53,6 +54,8 @@ def read_parameter(
         array = mx.contiguous(keys.swapaxes(-1, -2) if half == 0 else values)
     elif half is not None:
         array = mx.contiguous(mx.split(array, 2, axis=-2)[half])
+    if groups is not None:
+        array = array.reshape(part.shape)
     if part.raw and name.endswith("conv1d.weight"):
         array = mx.contiguous(array.moveaxis(1, 2))  # [C, 1, K] → [C, K, 1]
     if norm_offset is not None:

@@ -17,8 +17,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..state import CHUNK, KV, BatchState, Recurrent
+from ..state import CHUNK, KV, Recurrent
 from .checks import KernelCheck
+from .compressed import CompressedAttention
+from .compressed_attention import CompressedAttentions
 from .drafts import Drafting
 from .layers import (
     Attention,
@@ -34,9 +36,8 @@ from .layers import (
     Residual,
     SelectedAttention,
     TokenGrams,
-    memories_by_layer,
 )
-from .recurrent import Recurrents
+from .memories import memories_by_layer
 from .report import Report, join_columns
 from .streams import HyperConnection, StreamMixer
 from .types import at_last
@@ -44,7 +45,7 @@ from .types import at_last
 Remembered = Callable[..., Any]  # of a BatchState, the width of the window, and the inputs of a pass
 
 
-class Backend(Recurrents, Drafting):
+class Backend(CompressedAttentions, Drafting):
     """Operations on plain arrays, and on the weights that mlx-lm's modules hold.
 
     Attributes:
@@ -249,6 +250,9 @@ class Backend(Recurrents, Drafting):
             return self.mamba2(does, x, memory, run, residual)
         shares = None if residual.shares is None else at_last(residual.shares, run.last)
         residual = residual._replace(x=at_last(residual.x, run.last), shares=shares)
+        if isinstance(does, CompressedAttention):
+            more = [next(held) for _ in range(does.memories - 1)]
+            return self.compressed_attention(does, x, [memory, *more], run, residual)
         if isinstance(does, SelectedAttention):
             return self.selected_attention(does, x, memory, run, residual)
         if isinstance(does, LatentAttention):
@@ -282,9 +286,3 @@ class Backend(Recurrents, Drafting):
     def device(self) -> AbstractContextManager[Any]:
         """Return the context in which a pass runs on this backend's device."""
         return nullcontext()
-
-
-def state_of(layers: Sequence[Layer], rows: int, dtype: mx.Dtype, eight_bit_kv: bool) -> BatchState:
-    """Return what these layers hold of `rows` sequences before their first token."""
-    memories = [mixer.state(rows, dtype, eight_bit_kv) for layer in layers for mixer in layer.writers]
-    return BatchState.empty(memories, rows)

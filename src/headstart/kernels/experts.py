@@ -3,7 +3,8 @@
 The same as mlx-lm's modules' own calls; products that share an input are asked for together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,9 +36,61 @@ def stock_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.
     return (parts * scores[..., None]).sum(axis=-2) + mx.sigmoid(gate) * shared
 
 
+class LimitedSwiGLU(nn.Module):
+    """DeepSeek-V4's activation. Step's limits what silu makes of the gate, this the gate."""
+
+    def __init__(self, limit: float):
+        super().__init__()
+        self.limit = limit
+
+    def __call__(self, up: mx.array, gate: mx.array) -> mx.array:
+        return nn.silu(mx.minimum(gate, self.limit)) * mx.clip(up, -self.limit, self.limit)
+
+
+class ScoreRouter(nn.Module):
+    """DeepSeek-V4's router: the experts with the best scores and biases, weighed by their scores alone."""
+
+    SCORES: ClassVar[dict[str, Callable[[mx.array], mx.array]]] = {
+        "sqrtsoftplus": lambda logits: mx.sqrt(nn.softplus(logits)),
+        "sigmoid": mx.sigmoid,
+        "softmax": lambda logits: mx.softmax(logits, axis=-1),
+    }
+
+    def __init__(self, hidden: int, experts: int, top: int, scoring: str, scaling: float):
+        super().__init__()
+        self.top, self.scoring, self.scaling = top, scoring, scaling
+        self.weight = mx.zeros((experts, hidden))
+        self.e_score_correction_bias = mx.zeros((experts,))
+
+    def __call__(self, x: mx.array, tokens: mx.array | None) -> tuple[mx.array, mx.array]:
+        """Return the experts [B, W, E] of x [B, W, H] and their weights."""
+        scores = self.SCORES[self.scoring](x.astype(mx.float32) @ self.weight.astype(mx.float32).T)
+        indices = self.choose(scores, tokens)
+        found = mx.take_along_axis(scores, indices, axis=-1)
+        return indices, found / (found.sum(axis=-1, keepdims=True) + 1e-20) * self.scaling
+
+    def choose(self, scores: mx.array, tokens: mx.array | None) -> mx.array:
+        best = mx.argpartition(-(scores + self.e_score_correction_bias), self.top - 1, axis=-1)
+        return best[..., : self.top]
+
+
+class HashRouter(ScoreRouter):
+    """The same with a table that names the experts of each token."""
+
+    def __init__(self, hidden: int, experts: int, top: int, scoring: str, scaling: float, vocabulary: int):
+        super().__init__(hidden, experts, top, scoring, scaling)
+        del self.e_score_correction_bias
+        self.tid2eid = mx.zeros((vocabulary, top), mx.int32)
+
+    def choose(self, scores: mx.array, tokens: mx.array | None) -> mx.array:
+        assert tokens is not None
+        return self.tid2eid[tokens].astype(mx.uint32)
+
+
 def is_swiglu(module: nn.Module) -> bool:
     """Return whether an MLP is `down(silu(gate) * up)`."""
-    plain = vars(module).get("limit") is None and not isinstance(module, gemma4_text.MLP)
+    limited = vars(module).get("limit") is not None or isinstance(module.get("activation"), LimitedSwiGLU)
+    plain = not limited and not isinstance(module, gemma4_text.MLP)
     return "gate_proj" in module and plain
 
 
@@ -57,16 +110,22 @@ class FeedForwards(Streams):
         self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
     ) -> tuple[mx.array, mx.array | None]:
         """Add what an MLP or a mixture of experts makes of x [B, W, H] to the residual → the sum and its norm."""
-        return self.add(residual, self.mlp_or_mixture(layer.module, x, run.adapters), run)
+        return self.add(residual, self.mlp_or_mixture(layer.module, x, run.adapters, run.tokens), run)
 
-    def mlp_or_mixture(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None = None) -> mx.array:
-        """Return `module(x)`, [B, W, H] → [B, W, H]."""
+    def mlp_or_mixture(
+        self,
+        module: nn.Module,
+        x: mx.array,
+        adapters: ChosenAdapters | None = None,
+        tokens: mx.array | None = None,
+    ) -> mx.array:
+        """Return `module(x)`, [B, W, H] → [B, W, H]. `tokens` [B, W] name the experts of a `HashRouter`."""
         if "switch_mlp" not in module:
             return self._mlp(module, x, adapters)
         if "router" in module:
             return self._mixture_with_identity(module, x, adapters)
         if "shared_expert_gate" not in module:
-            return self._mixture(module, x, adapters)
+            return self._mixture(module, x, adapters, tokens)
         if module.sharding_group is not None:  # its experts are on several machines
             return module(x)
         shared = module.shared_expert
@@ -101,19 +160,24 @@ class FeedForwards(Streams):
             hidden = self.gated_product(x, module.gate_proj, module.up_proj, adapters)
         elif "gate_proj" in module:
             up, gate = self.products(x, (module.up_proj, module.gate_proj), adapters)
-            gemma = isinstance(module, gemma4_text.MLP)
-            hidden = gemma4_text.geglu(gate, up) if gemma else clamped_swiglu(up, gate, module.limit)
+            if isinstance(module.get("activation"), LimitedSwiGLU):
+                hidden = module.activation(up, gate)
+            else:
+                gemma = isinstance(module, gemma4_text.MLP)
+                hidden = gemma4_text.geglu(gate, up) if gemma else clamped_swiglu(up, gate, module.limit)
         else:
             hidden = nn.relu2(self.product(x, module.up_proj, adapters))
         return self.product(hidden, module.down_proj, adapters)
 
-    def _mixture(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None) -> mx.array:
+    def _mixture(
+        self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None, tokens: mx.array | None
+    ) -> mx.array:
         """Run Qwen3's mixture, or DeepSeek's, Step's and Nemotron's, whose shared experts have no gate."""
         if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
             logits = self.product(x, module.gate, adapters)
             indices, scores = self.route(logits, module.top_k, module.norm_topk_prob)
         else:
-            indices, scores = module.gate(x)
+            indices, scores = module.gate(x, tokens) if isinstance(module.gate, ScoreRouter) else module.gate(x)
         latent = self.product(x, module.fc1_latent_proj, adapters) if "fc1_latent_proj" in module else x
         parts = self.chosen_experts(module.switch_mlp, latent, indices, adapters)
         out = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)

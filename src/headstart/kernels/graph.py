@@ -31,7 +31,7 @@ class Graph:
     def __init__(self, run: Callable[..., Any], backend: "Remembering"):
         self.run = run
         self.backend = backend
-        self.kinds: list[type[KV] | type[Recurrent]] = []
+        self.kinds: list[Callable[[list[mx.array]], KV | Recurrent]] = []
         self.seen: Counter[Any] = Counter()
         self.traced = mx.compile(self._from_arrays)
 
@@ -54,7 +54,10 @@ class Graph:
         self.seen[shape] += 1
         if self.seen[shape] <= OFTEN:
             return self.run(rows, *inputs)
-        self.kinds = [type(memory) for memory in rows.layers]
+        self.kinds = [
+            partial(type(each).of, every=each.every) if isinstance(each, KV) else type(each).of
+            for each in rows.layers
+        ]
         held = [memory.arrays() for memory in rows.layers]
         form, carried = self.backend.form(), self.backend.carried()
         given = [carried, rows.lengths, rows.accepted, rows.shift, rows.adapters, held, form, *inputs]
@@ -62,7 +65,7 @@ class Graph:
             output, held, carried = self.traced(*given)
         finally:
             self.backend.carry(carried)
-        rows.layers[:] = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
+        rows.layers[:] = [make(arrays) for make, arrays in zip(self.kinds, held, strict=True)]
         for memory in rows.kv_layers:
             memory.written_in_place = self.backend.in_place
         return output
@@ -78,7 +81,7 @@ class Graph:
         form: int,
         *inputs: Any,
     ) -> tuple[Any, list[list[mx.array]], list[mx.array]]:
-        layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
+        layers = [make(arrays) for make, arrays in zip(self.kinds, held, strict=True)]
         rows = BatchState(layers, lengths, accepted, shift=shift, adapters=adapters)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
         rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]

@@ -3,7 +3,7 @@
 A family makes these descriptions (`models/family.py`). What a kernel needs to know of a layer is a field here.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..state import KV, Recurrent
 from .adapters import ChosenAdapters, has_adapters
+from .compressed import CompressedAttention
 from .share import Alone, Share
 from .streams import HyperConnection, StreamMixer
 from .types import Window
@@ -241,7 +242,8 @@ class PerLayerInput:
     norm: nn.Module
 
 
-Mixer = Attention | LatentAttention | SelectedAttention | GatedDeltaNet | DeltaAttention | Mamba2 | TokenGrams
+Cached = Attention | LatentAttention | SelectedAttention | CompressedAttention
+Mixer = Cached | GatedDeltaNet | DeltaAttention | Mamba2 | TokenGrams
 
 
 class Part(NamedTuple):
@@ -307,21 +309,6 @@ class Layer:
     def writers(self) -> tuple[Mixer, ...]:
         """Return those of them that have a memory of their own."""
         return tuple(each for each in self.mixers if not isinstance(each, Attention) or each.writes)
-
-
-def memories_by_layer(
-    layers: Sequence[Layer], memories: Sequence[KV | Recurrent]
-) -> Iterator[tuple[Layer, list[KV | Recurrent]]]:
-    """Yield the layers, each with what its mixers remember or read."""
-    own, shared = iter(memories), dict[str | None, KV | Recurrent]()
-    for layer in layers:
-        held = []
-        for mixer in layer.mixers:
-            name = mixer.shares if isinstance(mixer, Attention) else None
-            memory = next(own) if mixer in layer.writers else shared[name]
-            shared[name] = memory
-            held.append(memory)
-        yield layer, held
 
 
 class Residual(NamedTuple):

@@ -18,8 +18,8 @@ from .layers import (
     Pass,
     Residual,
     TokenGrams,
-    memories_by_layer,
 )
+from .memories import memories_by_layer
 from .streams import split_streams
 from .types import PendingDrafts, Ran, Window
 
@@ -62,11 +62,13 @@ def fold_and_run(
 
 def conv_history(memory: Recurrent, accepted: mx.array) -> mx.array:
     """Return the convolution's inputs [B, taps - 1, C] before the new window, after `accepted` [B] drafts."""
-    if memory.pending is None:
-        return memory.conv
-    inputs = mx.concatenate([memory.conv, memory.pending[0]], axis=1)
-    last = accepted[:, None] + mx.arange(memory.conv.shape[1])  # [B, taps - 1]
-    return mx.take_along_axis(inputs, last[..., None], axis=1)
+    return memory.conv if memory.pending is None else last_inputs(memory.conv, memory.pending[0], accepted)
+
+
+def last_inputs(held: mx.array, drafts: mx.array, accepted: mx.array) -> mx.array:
+    """Return the last inputs [B, T, C], of those that are held [B, T, C] and the `accepted` [B] first drafts."""
+    last = accepted[:, None] + mx.arange(held.shape[1])  # [B, T]
+    return mx.take_along_axis(mx.concatenate([held, drafts], axis=1), last[..., None], axis=1)
 
 
 def token_history(memory: Recurrent, accepted: mx.array) -> mx.array:

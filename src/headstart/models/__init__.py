@@ -7,6 +7,7 @@ from ..kernels.norms import use_float32_norms
 from . import (
     bailing_hybrid,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     ernie4_5_moe,
     exaone_moe,
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v32": deepseek_v32.DEEPSEEK_V32,
     "glm_moe_dsa": deepseek_v32.GLM_MOE_DSA,
+    "deepseek_v4": deepseek_v4.FAMILY,
     "bailing_hybrid": bailing_hybrid.FAMILY,
     "mimo": mimo.MIMO,
     "mimo_v2_flash": mimo.MIMO_V2_FLASH,
@@ -64,8 +66,6 @@ FAMILIES: dict[str, Family] = {
 
 # Of families that are known, but whose layers neither we nor mlx-lm have.
 MISSING = {
-    "deepseek_v4": "DeepSeek-V4's attention to compressed keys and its mixed residual streams are not written yet, "
-    "and mlx-lm has its successor alone (deepseek_v41)",
     "glm5_next": "the residual streams of GLM-5.3-Flash and its attention to pooled keys are not written yet, and "
     "mlx-lm has none of it",
 }

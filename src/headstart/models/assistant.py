@@ -15,7 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from ..kernels import Backend
-from ..kernels.layers import Attention, Layer, Pass, memories_by_layer
+from ..kernels.layers import Attention, Layer, Pass
+from ..kernels.memories import memories_by_layer
 from ..limits import MAX_HEAD_K
 from ..state import KV, BatchState, Recurrent
 from .gemma4 import FAMILY, SLIDING

@@ -43,6 +43,7 @@ def pair_input(
     if spec.names.added is None:
         return backend.product(backend.join_pair(given, hidden, norms, spec.embedding_first), fc)
     given = backend.product(backend.norm(given, norms[0]), part(spec.names.added))
-    streams = split_streams(backend.norm(hidden, norms[1]), hidden.shape[-1] // given.shape[-1])
-    each = backend.product(streams, fc)  # [B, W, S, H]
+    each, size = split_streams(hidden, hidden.shape[-1] // given.shape[-1]), norms[1]["weight"].size
+    normed = backend.norm(each if size == given.shape[-1] else hidden, norms[1])  # of each stream, or of all
+    each = backend.product(normed.reshape(each.shape), fc)  # [B, W, S, H]
     return (each + given[..., None, :]).flatten(-2)

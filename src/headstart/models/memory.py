@@ -47,8 +47,8 @@ class Footprint:
         fixed = sum(array.nbytes for layer in layers if not isinstance(layer, KV) for array in layer.arrays())
         alone = [layer for layer in layers if isinstance(layer, OneSequence)]
         fixed += sum(layer.fixed_bytes for layer in alone)
-        arrays = [array for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
-        position = sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays)
+        arrays = [(layer.every, array) for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
+        position = -(-sum(BLOCK // every * a.shape[1] * a.shape[3] * a.itemsize for every, a in arrays) // BLOCK)
         position += sum(layer.position_bytes for layer in alone)
         held = model.backend.copies_held(model.layers, model.dtype, eight_bits=model.eight_bit_kv)
         fixed, position = held[0] * fixed, held[1] * position

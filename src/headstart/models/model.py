@@ -15,8 +15,8 @@ import mlx.nn as nn
 from ..errors import CheckpointError, RequestError
 from ..kernels import Backend, choose_backend
 from ..kernels.adapters import Adapter, ChosenAdapters
-from ..kernels.backend import state_of
-from ..kernels.layers import Layer, Pass, memories_by_layer
+from ..kernels.layers import Layer, Pass
+from ..kernels.memories import memories_by_layer, state_of
 from ..kernels.share import Alone, Share
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, BatchState

@@ -67,6 +67,8 @@ class BatchState:
             positions = self.positions._replace(ids=ids)
         for layer in self.kv_layers:
             layer.offset, layer.reach, layer.start, layer.positions = self.lengths, reach, start, positions
+            if layer.every > 1:
+                layer.offset, layer.reach = self.lengths // layer.every, -(-reach // layer.every)
             layer.begins = self.bounds[0] if len(self.bounds) == 1 else None
 
         lengths = self.lengths

@@ -9,6 +9,9 @@ of its own: that saves memory, not time.
 
 A layer that attends to selected tokens also keeps what it selects them by, its `index`: by position and committed
 with the rest, and as it is also in eight bits.
+
+An entry may stand for `every` so many tokens: a whole block of them. It is written by the pass over its last token,
+and counts once that one is committed. So all of this holds for it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +46,7 @@ class KV:
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
     index: list[mx.array] = field(default_factory=list)  # [B, 1, S, D] each
     written_in_place: bool = False  # by a kernel that MLX does not order before all that reads these arrays
+    every: int = 1  # tokens that an entry stands for; `offset` and `reach` count entries
 
     @classmethod
     def empty(
@@ -55,20 +59,22 @@ class KV:
         *,
         eight_bits: bool = False,
         index: Sequence[tuple[int, mx.Dtype]] = (),
+        every: int = 1,
     ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given. `index`: the size
-        and type of what else is kept of each token."""
+        and type of what else is kept of each entry, which stands for `every` so many tokens."""
         dims = (dim, dim if value_dim is None else value_dim)
         numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
         scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
-        return cls.of(numbers + scales + [mx.zeros((rows, 1, 0, size), of) for size, of in index])
+        return cls.of(numbers + scales + [mx.zeros((rows, 1, 0, size), of) for size, of in index], every)
 
     @classmethod
-    def of(cls, arrays: list[mx.array]) -> "KV":
+    def of(cls, arrays: list[mx.array], every: int = 1) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
         keys, values, *rest = arrays
         scales = 2 if keys.dtype == mx.int8 else 0
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=rest[:scales], index=rest[scales:])
+        offset = mx.zeros((keys.shape[0],), mx.int32)
+        return cls(keys, values, offset, scales=rest[:scales], index=rest[scales:], every=every)
 
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values, *self.scales, *self.index]
@@ -82,7 +88,8 @@ class KV:
 
     @property
     def capacity(self) -> int:
-        return int(self.keys.shape[2])
+        """Return the tokens that it has room for."""
+        return int(self.keys.shape[2]) * self.every
 
     @property
     def eight_bits(self) -> bool:
@@ -90,17 +97,28 @@ class KV:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write `[B, H, W, D]` at each sequence's offset. mlx-lm's attention calls this method by this name."""
+        self.write(keys, values)
+        return self.fetch()
+
+    def write(self, keys: mx.array, values: mx.array) -> None:
         new = [keys, values]
         if self.eight_bits:
             new = [part for pair in zip(_round(keys), _round(values), strict=True) for part in pair]
         held = [self.keys, self.values, *self.scales]
         written = [_write(into, a, self.offset) for into, a in zip(held, new, strict=True)]
         self.keys, self.values, *self.scales = written
-        return self.fetch()
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         """Return what is in reach, `[B, H, S, D]`."""
-        keys, values, *scales = (a[:, :, : self.reach] for a in self.arrays())
+        return self._numbers([a[:, :, : self.reach] for a in self.arrays()])
+
+    def take(self, at: mx.array) -> tuple[mx.array, mx.array]:
+        """Return what is at these positions [B, N] of each sequence, `[B, H, N, D]`."""
+        held = [self.keys, self.values, *self.scales]
+        return self._numbers([mx.take_along_axis(a, at[:, None, :, None], axis=2) for a in held])
+
+    def _numbers(self, arrays: list[mx.array]) -> tuple[mx.array, mx.array]:
+        keys, values, *scales = arrays
         if self.eight_bits:
             keys, values = _multiply(keys, scales[0]), _multiply(values, scales[1])
         return keys, values
@@ -122,7 +140,7 @@ class KV:
 
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
-        missing = capacity - self.capacity
+        missing = (capacity - self.capacity) // self.every
         if missing > 0:
             self.launch()
             self._change(lambda a: mx.pad(a, [(0, 0), (0, 0), (0, missing), (0, 0)]))
@@ -130,7 +148,7 @@ class KV:
     def keep(self, rows: mx.array, capacity: int) -> None:
         """Keep only these sequences, and at most `capacity` positions."""
         self.launch()
-        self._change(lambda a: a[:, :, :capacity][rows])
+        self._change(lambda a: a[:, :, : capacity // self.every][rows])
         self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:

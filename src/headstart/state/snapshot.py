@@ -53,7 +53,7 @@ def cut_kv(states: States, start: int, end: int, eight_bits: bool = False) -> li
 def kv_between(states: States, start: int, end: int) -> list[mx.array]:
     """Return views of keys, values and index [1, H, T, D] of the tokens from `start` to `end`, state by state."""
     return [
-        array[:, :, max(0, start - behind) : end - behind]
+        array[:, :, max(0, start - behind) // layer.every : (end - behind) // layer.every]
         for state, behind in states
         for layer in state.kv_layers
         for array in layer.arrays()
@@ -65,7 +65,7 @@ def restore(chunks: list[list[PackedArray]], after: Snapshot, states: States, le
     pieces = iter(zip(*chunks, strict=True))  # of every array, those of all chunks
     for state, behind in states:
         for layer in state.kv_layers:
-            layer.replace([_concatenate(next(pieces), length) for _ in layer.arrays()])
+            layer.replace([_concatenate(next(pieces), length, layer.every) for _ in layer.arrays()])
         state.lengths, state.bounds = mx.array([length - behind], mx.int32), [length]
     for layer_state, kept in zip(states[0][0].recurrent_layers, after.recurrent, strict=True):
         layer_state.restore(kept)
@@ -84,9 +84,10 @@ def _unpack(packed: PackedArray) -> mx.array:
     return mx.dequantize(codes, scales, biases, group_size=GROUP, bits=8)
 
 
-def _concatenate(packed: Sequence[PackedArray], length: int) -> mx.array:
-    """Return the pieces in one array, padded to whole blocks as those of a running sequence are."""
+def _concatenate(packed: Sequence[PackedArray], length: int, every: int) -> mx.array:
+    """Return the pieces in one array of an entry for `every` so many tokens, padded to whole blocks as those of a
+    running sequence are."""
     pieces = [_unpack(each) for each in packed]
     B, H, _, D = pieces[0].shape
-    padding = -(-length // BLOCK) * BLOCK - sum(piece.shape[2] for piece in pieces)
+    padding = -(-length // BLOCK) * BLOCK // every - sum(piece.shape[2] for piece in pieces)
     return mx.concatenate([*pieces, mx.zeros((B, H, padding, D), pieces[0].dtype)], axis=2)

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from ...state import KV, Recurrent
 from ..backend import Backend
-from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mixer, Pass, memories_by_layer
+from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mixer, Pass
+from ..memories import memories_by_layer
 from . import ops
 from .attention import attention_arguments, latent_arguments
 

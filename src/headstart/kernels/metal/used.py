@@ -8,6 +8,7 @@ import mlx.nn as nn
 from ...state import BatchState
 from ..backend import Backend
 from ..layers import FeedForward, Layer, Part, Pass, Residual
+from ..memories import memories_of
 from ..weights import MatrixWeights, matrix_weights
 from .stock import StockMetal
 
@@ -54,6 +55,7 @@ def most_fused(layers: Sequence[Layer], dtype: mx.Dtype) -> dict[Format, int] | 
 
 def _describe(backend: Backend, part: Part, dtype: mx.Dtype) -> None:
     x = mx.zeros((1, 1, part.norm.weight.shape[0]), dtype)
-    memory = [] if isinstance(part.does, FeedForward) else [part.does.state(1, dtype, False)]
+    memory = [] if isinstance(part.does, FeedForward) else memories_of(part.does, 1, dtype, False)
     state = BatchState.empty(memory, 1)
-    backend.run_part(part, x, iter(memory), Pass(state.reserve(1), state.accepted), Residual(x, part.norm))
+    run = Pass(state.reserve(1), state.accepted, tokens=mx.zeros((1, 1), mx.int32))
+    backend.run_part(part, x, iter(memory), run, Residual(x, part.norm))
