@@ -134,6 +134,46 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
     return made
 
 
+FLOAT32 = (".ape", ".attn_sink", ".bias", "_fn", "_base", "_scale")
+FLOAT8 = re.compile(r"\.(wq_a|wq_b|wo_a|wo_b|attn\.wkv|shared_experts\.w[123]|[eh]_proj)\.weight$")
+
+
+def in_released_types(arrays: Arrays, *, experts: str = "fp4") -> Arrays:
+    """FP8 with one scale for 128 x 128 numbers, experts in FP4 with one for 32, or in FP8 (then of float32)."""
+    made: Arrays = {}
+    for name, array in arrays.items():
+        scale = name.removesuffix("weight") + "scale"
+        if ".experts." in name and experts == "fp4":
+            codes, made[scale] = mx.quantize(array, 32, 4, "mxfp4")
+            made[name] = codes.view(mx.int8)
+        elif FLOAT8.search(name) or ".experts." in name:
+            rows, columns = array.shape
+            blocks = mx.pad(array, [(0, -rows % 128), (0, -columns % 128)]).reshape(-(-rows // 128), 128, -1, 128)
+            most = mx.abs(blocks).max(axis=(1, 3)) / 448
+            power = mx.ceil(mx.log2(most))
+            shared = 2**power if experts == "fp4" else most
+            wide = mx.repeat(mx.repeat(shared, 128, axis=0), 128, axis=1)[:rows, :columns]
+            made[name] = mx.to_fp8(array / wide)
+            made[scale] = (power + 127).astype(mx.uint8) if experts == "fp4" else shared
+        else:
+            wide = array.dtype != mx.float32 or name.endswith(FLOAT32)
+            made[name] = array if wide else array.astype(mx.bfloat16)
+    return made
+
+
+def name_types(folder: Path) -> None:
+    """Name the types of codes and scales in the files' headers, which mlx has no names for."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        for name, entry in header.items():
+            if entry.get("dtype") == "U8":
+                entry["dtype"] = "F8_E8M0" if name.endswith(".scale") else "F8_E4M3"
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
 def write_deepseek_v4(
     folder: Path, *, seed: int = 0, dtype: mx.Dtype = mx.float32, arrays: Arrays | None = None, **changed: Any
 ) -> Path:
@@ -143,6 +183,7 @@ def write_deepseek_v4(
     arrays = {name: a.astype(dtype) if a.dtype == mx.float32 else a for name, a in arrays.items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, arrays, 2, {"format": "pt"})
+    name_types(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in TOKENIZER_FILES:
         shutil.copyfile(TOKENIZER / name, folder / name)

@@ -22,6 +22,8 @@ KEYS = [
     "vision",
     "tables",
     "index",
+    "entries",
+    "streams",
     "card",
     "known_drafter",
 ]

@@ -22,7 +22,7 @@ from .gguf import read_gguf
 from .gguf_folder import linked_gguf
 from .gguf_model import GGUF, gguf_header
 from .head import CARD, SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
-from .names import Names, is_head, is_vision
+from .names import PARTS, Names, is_head, is_vision
 from .parameters import (
     Stored,
     find_misfit,
@@ -39,7 +39,6 @@ from .wrapped import read_facts, refuse_for_wrapped, without_head
 
 NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
-INDEX_PART = re.compile(r"\.(?:indexer\.|index_\w+\.)")  # of names
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
 HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}
 # org/name as huggingface_hub accepts it, which otherwise raises a ValueError.
@@ -109,16 +108,15 @@ class Layout:
                 "parameters": sum(prod(part.shape) for table in self.tables for part in table.parts),
                 "bytes": sum(table.nbytes for table in self.tables),
             },
-            "index": self._index(),
+            **{part: self._count(name) for part, name in PARTS.items()},
             "card": card.name if (card := self.card) else None,
             "known_drafter": card.drafter if card else None,
         }
 
-    def _index(self) -> dict[str, int]:
-        """Return how many layers select tokens by an index, and the bytes of their indices' weights."""
-        found = {name: part for name, part in self.stored.items() if INDEX_PART.search(name)}
-        layers = {INDEX_PART.split(name)[0] for name in found}
-        return {"layers": len(layers), "bytes": stored_bytes(found)}
+    def _count(self, part: re.Pattern[str]) -> dict[str, int]:
+        """Return how many layers have a part, and the bytes of its weights."""
+        found = {name: stored for name, stored in self.stored.items() if part.search(name)}
+        return {"layers": len({part.split(name)[0] for name in found} - {""}), "bytes": stored_bytes(found)}
 
 
 def read_layout(path: Path, head_source: Path | None = None) -> Layout:

@@ -26,7 +26,11 @@ FUSED = re.compile(r"^(.+\.mlp|layers\.\d+)\.experts\.(gate_up_proj|down_proj)(?
 GROUPED = re.compile(r"^(.+\.self_attn\.o_a_proj)\.(?:weight|scales|biases)$")
 LATENT = re.compile(r"^(.+\.(?:self_attn|attention)(?:\.\d)?)\.kv_b_proj\.(weight)$")
 
-
+PARTS = {  # of layers that `inspect` counts, by how their tensors' names go on
+    "index": re.compile(r"\.(?:indexer\.|index_\w+\.)"),
+    "entries": re.compile(r"\.compressor\.(?!indexer)"),
+    "streams": re.compile(r"(?:^|\.)(?:\w+_hc|norm\.hc|\w+_hyper_connection)\."),
+}
 FINAL_NORMS = ("norm.weight", "norm.hc_norm.weight")  # of one residual stream, or of several
 
 

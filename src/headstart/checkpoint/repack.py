@@ -1,8 +1,8 @@
 """Tensors of other quantisers, as MLX's quantisation has them: AWQ, GPTQ, compressed-tensors, ModelOpt and FP8.
 
-What a matrix is made of stands beside it under names that say what it is. Whole numbers with a scale, and FP4 with
-scales of eight bits, are the same numbers in one of MLX's modes: codes change places, nothing is rounded. FP8, and
-codes whose groups are in another order (GPTQ's act-order), are computed in float32.
+What a matrix is made of stands beside it under names that say what it is. Whole numbers with a scale, and FP4 and
+FP8 with scales of eight bits, are the same numbers in one of MLX's modes: codes change places, nothing is rounded.
+Other FP8, and codes whose groups are in another order (GPTQ's act-order), are computed in float32.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,16 @@ from .safetensors import Header, TensorInfo
 
 METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "fp8")  # as config.json names them
 FP8_BLOCK = 128
+MXFP8_GROUP = 32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word AWQ has each of eight outputs
 # The matrix, and what may stand beside it.
 NAMES = {
     "qweight": ("scales", "qzeros", "g_idx"),
     "weight_packed": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"),
-    "weight": ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point"),
+    "weight": ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point", "scale"),
 }
-SCALES = {"scales", "weight_scale", "weight_scale_inv"}  # one of which every matrix has
+SCALES = {"scales", "weight_scale", "weight_scale_inv", "scale"}  # one of which every matrix has
+CODES = (mx.uint8, mx.int8)  # of floats in eight bits, and of two in four
 IGNORED = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")  # of activations
 DIVIDED = "kv_b_proj"  # in two, across its groups
 Parts = dict[str, TensorInfo]  # of a matrix, by NAMES
@@ -52,6 +54,8 @@ def repacked(headers: list[Header], config: dict[str, Any]) -> list[Header]:
     for name in found:
         module, _, leaf = name.rpartition(".")
         beside = {part: found[f"{module}.{part}"] for part in NAMES.get(leaf, ()) if f"{module}.{part}" in found}
+        if found[name].dtype not in CODES:  # `scale` is DeepSeek-V4's name, and of other families something else's
+            beside.pop("scale", None)
         if SCALES & beside.keys():
             parts = {leaf: found[name], **beside}
             made[name] = _made(module, parts, settings)
@@ -73,12 +77,15 @@ def repacked(headers: list[Header], config: dict[str, Any]) -> list[Header]:
 
 
 def _made(module: str, parts: Parts, settings: dict[str, Any]) -> list[TensorInfo]:
+    if "scale" in parts:
+        parts = {"weight": parts["weight"], "weight_scale": parts["scale"]}
     try:
         if "qweight" in parts:
             same = parts["qweight"].shape[1] == parts["scales"].shape[1]
             return _gptq(module, parts, settings) if same else _awq(module, parts, settings)
         if "weight_scale_inv" not in parts and parts["weight_scale"].dtype == mx.uint8:
-            return _fp4(module, parts)
+            blocks = tuple(-(-size // FP8_BLOCK) for size in parts.get("weight", parts["weight_scale"]).shape)
+            return (_mxfp8 if parts["weight_scale"].shape == blocks else _fp4)(module, parts)
         if "weight" in parts and parts["weight"].dtype == mx.uint8:
             return _fp8(module, parts)
         return _whole_numbers(module, parts, settings)
@@ -247,7 +254,7 @@ def _fp4(module: str, parts: Parts) -> list[TensorInfo]:
     shape, group = (*codes.shape[:-1], codes.shape[-1] * 2), codes.shape[-1] * 2 // scale.shape[-1]
     common = parts.get("weight_scale_2", parts.get("weight_global_scale"))
     inverse = "weight_global_scale" in parts
-    if codes.dtype != mx.uint8 or group not in (16, 32) or shape[-1] % group or codes.shape[:-1] != scale.shape[:-1]:
+    if codes.dtype not in CODES or group not in (16, 32) or shape[-1] % group or codes.shape[:-1] != scale.shape[:-1]:
         raise ValueError("neither NVFP4 nor MXFP4")
     scaled = partial(_common_scale, inverse)
     if module.endswith(DIVIDED) or (common is not None and module.endswith("embed_tokens")):
@@ -266,6 +273,24 @@ def _fp4(module: str, parts: Parts) -> list[TensorInfo]:
     if common is not None:
         made.append(replace(common, name=f"{module}.global_scale", shape=(), parts=(common,), make=scaled))
     return made
+
+
+def _mxfp8(module: str, parts: Parts) -> list[TensorInfo]:
+    """Read E4M3 with an E8M0 scale for blocks of 128 x 128 numbers, as MLX has one for 32 of a row."""
+    codes, scale = parts["weight"], parts["weight_scale"]
+    rows, columns = codes.shape
+    if codes.dtype != mx.uint8 or columns % MXFP8_GROUP:
+        raise ValueError("not FP8 in groups")
+
+    def make(scales: mx.array) -> mx.array:
+        wide = mx.repeat(mx.repeat(scales, FP8_BLOCK, axis=0), FP8_BLOCK // MXFP8_GROUP, axis=1)
+        return wide[:rows, : columns // MXFP8_GROUP]
+
+    words = TensorInfo(
+        f"{module}.weight", mx.uint32, (rows, columns // 4), codes.file, codes.start, (codes,), _as_words
+    )
+    shape = rows, columns // MXFP8_GROUP
+    return [words, replace(scale, name=f"{module}.scales", shape=shape, parts=(scale,), make=make)]
 
 
 def _as_words(codes: mx.array) -> mx.array:

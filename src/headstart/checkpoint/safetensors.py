@@ -17,14 +17,15 @@ from .config import Malformed, checked_file, checked_name, file_errors, read_obj
 INDEX = "model.safetensors.index.json"
 HEADER_REMEDY = "Download it again; if it is a Git LFS pointer, `git lfs pull` replaces it."
 INDEX_REMEDY = "Download it again; in a cache, delete it first."
-# The types that mx.load reads; it has none for float8 and gives its codes.
+# The types that mx.load reads; it has none for float8, nor for the exponents of its scales, and gives their codes.
 DTYPES: dict[str, mx.Dtype] = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F8_E4M3": mx.uint8,
+    "F8_E8M0": mx.uint8,
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
     "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
 Progress = Callable[[int], None]  # called with the bytes written since the last call
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}  # uint8 is U8, the last of its two
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}  # uint8 is U8, the last of its three
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,12 @@ import typer
 from . import options
 from .show import print_table
 
+PARTS = {
+    "index": "index of tokens",
+    "entries": "entries of blocks",
+    "streams": "mixed streams",
+}  # and how they are called
+
 
 @options.with_model
 def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
@@ -45,8 +51,9 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     if (tables := report["tables"])["count"]:
         size = f"{tables['parameters']:,} parameters, {tables['bytes']:,} bytes"
         rows["n-gram tables"] = f"{size}, read from disk a few rows a token"
-    if (index := report["index"])["layers"]:
-        rows["index of tokens"] = f"{index['layers']} layers, {index['bytes']:,} bytes"
+    for part, words in PARTS.items():
+        if (found := report[part])["layers"]:
+            rows[words] = f"{found['layers']} layers, {found['bytes']:,} bytes"
     rows["card"] = report["card"] or "none"
     if report["known_drafter"]:
         rows["drafter"] = f"{report['known_drafter']} (--drafter)"
