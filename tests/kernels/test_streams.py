@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import choose_kernels
 
 from headstart.kernels import Backend
 from headstart.kernels.streams import HyperConnection, StreamEnd
@@ -41,10 +42,11 @@ def expected_mixture(hc: HyperConnection, x: np.ndarray) -> tuple[np.ndarray, np
     return mean @ streams, (mixture.T @ streams).reshape(-1), shares
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"], indirect=True)
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda", "metal"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hyper_connection_mixes_streams_as_its_definition_says(backend: Backend, dtype: str) -> None:
     hc, kind = connection(0), getattr(mx, dtype)
+    choose_kernels(backend, mx.float32, ["streams"], hc)
     x = mx.random.normal((2, 3, STREAMS * HIDDEN), key=mx.random.key(1)).astype(kind)
     made = mx.random.normal((2, 3, HIDDEN), key=mx.random.key(2)).astype(kind)
     mixed = backend.mix(x, hc)
@@ -77,8 +79,19 @@ def test_a_stack_ends_in_the_norm_of_a_mean(backend: Backend, weighted: bool) ->
         assert np.abs(np.array(found[at]) - expected).max() < 3e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "metal"], indirect=True)
 def test_a_row_of_streams_does_not_depend_on_the_others(backend: Backend) -> None:
+    hc = connection(6)
+    choose_kernels(backend, mx.float32, ["streams"], hc)
+    products = mx.random.normal((5, 3, (2 + STREAMS) * STREAMS), key=mx.random.key(8))
+    together = backend.hyper_weights(products, hc)
+    for row, column in np.ndindex(5, 3):
+        alone = backend.hyper_weights(products[row : row + 1, column : column + 1], hc)
+        assert all(mx.array_equal(a[row, column], b[0, 0]) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+def test_a_row_is_mixed_the_same_alone_and_beside_others(backend: Backend) -> None:
     hc, end = connection(6), StreamEnd(HIDDEN, STREAMS, NORM_EPS, connection(7, injects=False))
     x = mx.random.normal((5, 3, STREAMS * HIDDEN), key=mx.random.key(8))
     together = [*backend.mix(x, hc), backend.norm(x, end)]

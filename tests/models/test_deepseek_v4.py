@@ -70,11 +70,11 @@ def plain(chunk: int) -> list[tuple[list[int], list[int]]]:
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-@pytest.mark.parametrize("cuts", [[64], [1] * 64, [3, 30, 7, 24], [32, 31, 1]])
+@pytest.mark.parametrize("cuts", [[1] * 24, [3, 15, 7, 23], [32, 15, 1]])
 def test_a_prompt_has_the_same_bits_wherever_it_is_cut(cuts: list[int]) -> None:
     """Pieces end within blocks, at their ends, and are shorter and longer than a block or a window."""
-    model, tokens = loaded(), mx.array([RECORDED[0]["prompt"]])
-    whole = model.trunk(tokens, model.make_state(1), certain=64)
+    model, tokens = loaded(), mx.array([RECORDED[0]["prompt"][: sum(cuts)]])
+    whole = model.trunk(tokens, model.make_state(1), certain=sum(cuts))
     state, found, begin = model.make_state(1), [], 0
     for width in cuts:
         found.append(model.trunk(tokens[:, begin : begin + width], state, certain=width))

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ..state import KV, Recurrent
 from .compressed import CompressedAttention
+from .experts import stock_experts
 from .layers import Pass, Residual
 from .recurrent import Recurrents, conv_history, last_inputs
 from .selection import relu_scores, select_best
@@ -86,8 +87,8 @@ class CompressedAttentions(Recurrents):
     def product_by_group(self, x: mx.array, layer: nn.Module) -> mx.array:
         """Return the product [B, W, G, N] of each group of x [B, W, G, K] with its own matrix of `layer`."""
         groups = mx.broadcast_to(mx.arange(x.shape[2], dtype=mx.uint32), x.shape[:3])
-        made = self.expert_products(x, groups, None, False, [layer])
-        return layer(x.swapaxes(1, 2)).astype(x.dtype).swapaxes(1, 2) if made is None else made[0]
+        made = self.expert_products(x, groups, None, False, [layer])  # each group has an expert of its own
+        return stock_experts(x, groups, layer) if made is None else made[0]
 
     def write_entries(
         self,

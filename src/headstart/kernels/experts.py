@@ -58,7 +58,7 @@ class ScoreRouter(nn.Module):
 
     def __init__(self, hidden: int, experts: int, top: int, scoring: str, scaling: float):
         super().__init__()
-        self.top, self.scoring, self.scaling = top, scoring, scaling
+        self.top_k, self.scoring, self.scaling = top, scoring, scaling
         self.weight = mx.zeros((experts, hidden))
         self.e_score_correction_bias = mx.zeros((experts,))
 
@@ -70,8 +70,8 @@ class ScoreRouter(nn.Module):
         return indices, found / (found.sum(axis=-1, keepdims=True) + 1e-20) * self.scaling
 
     def choose(self, scores: mx.array, tokens: mx.array | None) -> mx.array:
-        best = mx.argpartition(-(scores + self.e_score_correction_bias), self.top - 1, axis=-1)
-        return best[..., : self.top]
+        best = mx.argpartition(-(scores + self.e_score_correction_bias), self.top_k - 1, axis=-1)
+        return best[..., : self.top_k]
 
 
 class HashRouter(ScoreRouter):

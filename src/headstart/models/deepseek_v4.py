@@ -12,9 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.rope_utils import YarnRoPE
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from ..errors import CheckpointError
 from ..kernels.compressed import CompressedAttention
@@ -203,7 +202,7 @@ class V4Attention(nn.Module):
         self.q_b_proj = nn.Linear(args.rank, wide, bias=False)
         self.kv_proj = nn.Linear(args.hidden, args.head_dim, bias=False)
         self.kv_norm = nn.RMSNorm(args.head_dim, args.eps)
-        self.o_a_proj = MultiLinear(wide // args.groups, args.output_rank, args.groups)
+        self.o_a_proj = SwitchLinear(wide // args.groups, args.output_rank, args.groups, bias=False)
         self.o_b_proj = nn.Linear(args.groups * args.output_rank, args.hidden, bias=False)
         self.sinks = mx.zeros((args.heads,))
         self.rope = args.rope[kind != SLIDING]

@@ -12,6 +12,7 @@ from ..adapters import ChosenAdapters
 from ..backend import Backend
 from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Part, Pass, Residual
 from ..norms import is_sigmoid_gated
+from ..streams import HyperConnection, Mixed, StreamMixer
 from ..types import GatedDeltaWeights, Ran, Window
 from . import ops
 from .attention import attend_window, heads_of, native_attention, native_latent_attention
@@ -78,6 +79,19 @@ class CpuBackend(Stacked, Sampled, StockCpu):
             return super().add_and_norm(x, added, weight, eps)
         total, normed = self.native.norm(x, weight, eps, added)
         return total, normed
+
+    def mix(self, x: mx.array, mixer: StreamMixer | HyperConnection) -> Mixed:
+        fits = isinstance(mixer, HyperConnection) and x.dtype in ops.TYPES
+        if not fits or (fn := ops.linear(mixer.fn, mx.float32)) is None:
+            return super().mix(x, mixer)
+        sizes = mixer.streams, mixer.iterations, mixer.norm_eps, mixer.eps
+        return Mixed(*self.native.mix_streams(x, fn, mixer.scale, mixer.base, *sizes))
+
+    def inject(self, x: mx.array, made: mx.array, shares: mx.array) -> mx.array:
+        if made.dtype not in ops.TYPES:
+            return super().inject(x, made, shares)
+        after: mx.array = self.native.inject(x, made, shares)[0]
+        return after
 
     def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
         if made := ops.native_products(self.native, x, layers):

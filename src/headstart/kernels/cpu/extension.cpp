@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "recurrence.h"
 #include "stack.h"
+#include "stream_layer.h"
 
 using namespace headstart;
 
@@ -72,6 +73,10 @@ NB_MODULE(headstart_cpu, m) {
       "products", &py_products, "x"_a, "layers"_a, "gated"_a = false, "experts"_a = nb::none(), "own"_a = false,
       "wide"_a = false);
   m.def("norm", &py_norm, "x"_a, "weight"_a, "eps"_a, "added"_a = nb::none());
+  m.def(
+      "mix_streams", &py_mix_streams, "x"_a, "fn"_a, "scale"_a, "base"_a, "streams"_a, "iterations"_a, "norm_eps"_a,
+      "eps"_a);
+  m.def("inject", &py_inject, "streams"_a, "made"_a, "shares"_a);
   m.def(
       "mlp",
       [](const mx::array& x, const Layers& layers, const MaybeResidual& residual) {

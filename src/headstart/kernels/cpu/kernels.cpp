@@ -7,6 +7,7 @@
 #include "norm.h"
 #include "products.h"
 #include "ratio.h"
+#include "streams.h"
 
 namespace headstart {
 
@@ -32,6 +33,9 @@ int threads() {
   template void route(const T*, long, long, long, bool, uint32_t*, float*);        \
   template void combine(const T*, const float*, const T*, const T*, long, long, long, T*); \
   template void norm(const T*, const T*, const float*, float, long, long, T*, T*); \
+  template void mix_streams(const StreamMix<T>&);                                  \
+  template void norm_streams(const T*, float, long, long, float*);                 \
+  template void inject(const float*, const float*, const T*, long, int, long, T*); \
   template void gated_delta(const GatedDelta<T>&);                                 \
   template void attention(const Attention<T>&);                                    \
   template void latent_attention(const LatentAttention<T>&);                       \

@@ -79,6 +79,29 @@ void combine(
 template <typename T>
 void norm(const T* x, const T* added, const float* weight, float eps, long rows, long D, T* total, T* out);
 
+// Residual streams x [rows, S · H], and the products [rows, (2 + S) · S] that the weights of a hyper-connection are made
+// of → their mean [rows, H], the mixed streams [rows, S · H], and the shares [rows, S] of what a part makes.
+template <typename T>
+struct StreamMix {
+  const T* x;
+  const float *products, *scale, *base;
+  long rows, H;
+  int S, iterations;
+  float eps;
+  T* mean;
+  float *streams, *shares;
+};
+template <typename T>
+void mix_streams(const StreamMix<T>& op);
+
+// x [rows, D] over its root mean square.
+template <typename T>
+void norm_streams(const T* x, float eps, long rows, long D, float* out);
+
+// Streams [rows, S · H] with their shares [rows, S] of what a part made [rows, H].
+template <typename T>
+void inject(const float* streams, const float* shares, const T* made, long rows, int S, long H, T* out);
+
 // Drafts in doubt: [B, width, …], in the bits they were run with.
 template <typename T, typename F>
 struct Drafts {

@@ -14,6 +14,7 @@ from ..backend import Backend
 from ..layers import Attention, GatedDeltaNet, Layer, Mamba2, Pass
 from ..norms import is_sigmoid_gated
 from ..products import add_biases
+from ..streams import HyperConnection, StreamWeights
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import matrix_weights
 from .attention import (
@@ -33,6 +34,7 @@ from .norm import launch_norm, norm_fits
 from .products import MOST_ROWS, SumOrder, launch_products, product_refusal
 from .sampling import describe_sampling
 from .steps import CudaSteps
+from .streams import launch_stream_weights
 
 HALVES = (mx.bfloat16, mx.float16)
 
@@ -99,6 +101,9 @@ class CudaBackend(CudaSteps):
         if not _gates(prod(x.shape[:-1]), x.dtype, gate, up):
             return super().gated_product(x, gate, up, adapters)
         return launch_products(x, [matrix_weights(gate), matrix_weights(up)], gated=True)[0]
+
+    def hyper_weights(self, products: mx.array, hc: HyperConnection) -> StreamWeights:
+        return launch_stream_weights(products, hc)
 
     def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
         if not _multiplies(prod(indices.shape[:-1]), x.dtype, *layers):

@@ -22,9 +22,10 @@ from ..backend import Backend
 from ..checks import KernelCheck
 from ..experts import stock_experts
 from ..graph import Remembering
-from ..layers import Attention, GatedDeltaNet, LatentAttention, Layer, Mamba2, Pass, SelectedAttention
+from ..layers import Attention, Cached, GatedDeltaNet, Layer, Mamba2, Pass
 from ..norms import is_sigmoid_gated
 from ..setting import stock_forced
+from ..streams import HyperConnection, StreamWeights
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_shape, metal_arrange, metal_attend, metal_attend_into
@@ -36,6 +37,7 @@ from .norm import metal_norm, norm_shape
 from .order import Order, nothing
 from .products import SLICES, STOCK_ROWS, metal_products, product_shape, split_product
 from .stock import StockMetal
+from .streams import metal_stream_weights, streams_shape
 from .tune_fused import IN_PLACE, model_operations
 
 LOG = logging.getLogger("headstart")
@@ -112,7 +114,7 @@ class MetalBackend(Remembering, StockMetal):
         """A command buffer holds its inputs until it is done: states that a step replaces, and caches that are not
         written in place."""
         mixers = [mixer for layer in layers for mixer in layer.mixers]
-        cached = [each for each in mixers if isinstance(each, Attention | LatentAttention | SelectedAttention)]
+        cached = [each for each in mixers if isinstance(each, Cached)]
         in_place = all(isinstance(each, Attention) and _attends(IN_PLACE, each, dtype) for each in cached)
         return 2, 1 if in_place and not eight_bits else 2
 
@@ -176,6 +178,10 @@ class MetalBackend(Remembering, StockMetal):
         if slices is None:
             return super().gated_product(x, gate, up, adapters)
         return Launch(product, slices)(x)[0]
+
+    def hyper_weights(self, products: mx.array, hc: HyperConnection) -> StreamWeights:
+        ours = chosen_kernel("streams", streams_shape(hc)) == "metal"
+        return metal_stream_weights(products, hc) if ours else super().hyper_weights(products, hc)
 
     def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
         if prod(indices.shape[:-1]) > MOST_ROWS:

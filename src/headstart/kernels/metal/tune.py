@@ -12,6 +12,7 @@ from ...state import KV, Recurrent
 from ..experts import stock_combine, stock_experts, stock_route
 from ..layers import Attention, Layer, Pass
 from ..norms import is_sigmoid_gated, stock_norm
+from ..streams import HyperConnection
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
 from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
@@ -21,6 +22,7 @@ from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_del
 from .norm import metal_norm, norm_shape
 from .products import SLICES, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
 from .stock import StockMetal
+from .streams import streams_operation
 from .used import MOST_FUSED, Format, most_fused, weights_format
 
 STOCK = StockMetal()
@@ -80,6 +82,10 @@ def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool, fused: Fused) ->
             yield _gated_delta(module, dtype)
     elif "switch_mlp" in module:
         yield from _mixture(module, dtype)
+    elif isinstance(module, HyperConnection) and module.scale.size == 3:
+        yield streams_operation(module)
+    elif "o_a_proj" in module:  # DeepSeek-V4's groups of heads, each with a matrix of its own
+        yield _experts(module.o_a_proj, module.o_a_proj.weight.shape[0], True, dtype)
     elif "switch_glu" in module:  # Gemma 4's
         yield from _expert_layers(module.switch_glu, module.top_k, dtype)
         yield _route(module.switch_glu.up_proj.weight.shape[0], module.top_k, True, dtype)
