@@ -176,6 +176,9 @@ def test_a_graft_brings_back_the_head_that_a_conversion_keeps(tmp_path: Path) ->
         ({"n_shared_experts": 2}, "n_shared_experts must be 1"),
         ({"scoring_func": "tanh"}, "scoring_func 'tanh' is none of"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotation 'linear' is not yarn"),
+        ({"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters is 1000000000; it must be a whole number from 1 to 100"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be a whole number from 1 to 8"),
         ({"num_hash_layers": 1, "mlp_layer_types": ["moe"]}, "mlp_layer_types must name"),
     ],
 )
@@ -183,3 +186,12 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path, changed: dict, rea
     (tmp_path / "config.json").write_text(json.dumps(make_config(**changed)))
     with pytest.raises(CheckpointError, match=reason):
         read_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "table", [mx.full((256, 3), 8, mx.int64), mx.full((256, 3), -1, mx.int64), mx.zeros((256, 3))]
+)
+def test_a_table_that_names_experts_there_are_not_is_refused(tmp_path: Path, table: mx.array) -> None:
+    arrays = released_arrays(make_config()) | {"layers.1.ffn.gate.tid2eid": table}
+    with pytest.raises(CheckpointError, match="names experts that are none of the 8 there are"):
+        load_model(write_deepseek_v4(tmp_path, arrays=arrays))

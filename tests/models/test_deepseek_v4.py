@@ -17,6 +17,7 @@ from headstart.engine.draft import head_drafts
 from headstart.engine.prefix_disk import PrefixOptions
 from headstart.kernels.cpu.backend import StockCpu
 from headstart.models import Model
+from headstart.models.memory import Footprint
 from headstart.state import PrefixCache
 
 FILE = json.loads((Path(__file__).parents[1] / "reference" / "deepseek-v4.json").read_text())
@@ -135,3 +136,17 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(
     assert answers[3].stats.prefix_cache_hit == chunk
     accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
     assert 0 < accepted < drafted
+
+
+def test_caches_in_eight_bits_give_the_same_text_for_every_depth_and_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", 16)
+    model, prompt = loaded().with_kv_bits(8), random_prompt(loaded(), 37)
+    expected = collect(submit(Engine(model), prompt, max_tokens=10, k=0))
+    engine = Engine(model, prefix=PrefixCache(1 << 28, chunk=16, eight_bits=True))
+    for _ in range(2):
+        answer = collect(submit(engine, prompt, max_tokens=10, k=3))
+        assert answer.tokens == expected.tokens
+        assert not answer.stats.exact
+    assert answer.stats.prefix_cache_hit > 0
+    kept = Footprint.of(loaded()).position
+    assert Footprint.of(model).position < kept / 2

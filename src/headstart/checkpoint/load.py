@@ -36,7 +36,7 @@ from .hub import resolve, resolve_head
 from .layout import Layout, read_layout
 from .names import Names, is_head
 from .parameters import Stored, parameter_shapes
-from .read import LazyFiles, read_parameter
+from .read import EXPERTS_BY_TOKEN, LazyFiles, check_experts, read_parameter
 from .vision import StoredTower, empty_tower, find_tower, read_tower
 from .wrapped import compute_wrapped, read_wrapped, refuse_for_wrapped
 
@@ -262,6 +262,8 @@ def _read_weights(plan: LoadPlan, part: ModelPart | None, progress: Callable[[fl
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
+        if name.endswith(EXPERTS_BY_TOKEN):
+            check_experts(name, array, models.text_config(plan.layout.config))
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()

@@ -26,6 +26,7 @@ FLOAT32 = (
     *("hc.fn.weight", "hc.base", "hc.scale"),
     *(".position_bias", ".sinks"),
 )
+EXPERTS_BY_TOKEN = ".tid2eid"
 SCALES = (".scales", ".biases")  # of quantised weights
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
@@ -71,6 +72,16 @@ def read_parameter(
         if (dtype, array.dtype) == (mx.float32, mx.float16):  # which float32 adds nothing to
             return array
     return array.astype(dtype)
+
+
+def check_experts(name: str, table: mx.array, text: dict[str, Any]) -> None:
+    """Refuse a table of experts by token that names others than there are: kernels would read past the weights."""
+    count = int(text["n_routed_experts"])
+    whole = mx.issubdtype(table.dtype, mx.integer)
+    if not whole or not bool(((table >= 0) & (table < count)).all()):
+        raise CheckpointError(
+            f"{name} names experts that are none of the {count} there are. Download the model again."
+        )
 
 
 def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
