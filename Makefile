@@ -11,7 +11,7 @@ READY := .venv/.ready
 DEV   := .venv/.ready-dev
 # tests/conftest.py says how many workers there are and which files stay together, in the order that it chooses.
 unexport PYTHONDONTWRITEBYTECODE # each of a hundred processes would compile all that it imports
-PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-suites real-model test-real docs-check lint format clean

@@ -36,8 +36,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: E
 
 def start(engine: Engine, rows: int) -> list[object]:
     handles = [submit(engine, random_prompt(model, 9 + i, i), max_tokens=12, k=2) for i in range(rows)]
-    while len(engine.scheduler.running.sequences) < rows:
-        engine.run_once()
+    engine.prefill_all()
     return handles  # type: ignore[return-value]
 
 

@@ -61,8 +61,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
     engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine.scheduler.running.sequences) < 3:
-        engine.run_once()
+    engine.prefill_all()
     poison(engine, handles[1], how)
     late = submit(engine, prompts[1], max_tokens=30, k=k)  # takes its place in the batch
     good, bad, also_good, late_answer = [collect(handle) for handle in (*handles, late)]
@@ -90,8 +89,7 @@ def test_cpu_kernels_do_not_read_stale_values(k: int) -> None:
     expected = [generate(model, prompt, max_tokens=30, k=0).tokens for prompt in prompts]
     engine = Engine(model, max_sequences=2)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine.scheduler.running.sequences) < 2:
-        engine.run_once()
+    engine.prefill_all()
     poison(engine, handles[1], poison_stale_values)
     assert [collect(handle).tokens for handle in handles] == expected
 
@@ -232,10 +230,9 @@ def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.Mo
     model = random_model("dense")
     engine = Engine(model)
     old = submit(engine, random_prompt(model, 9), max_tokens=40, k=2)
-    engine.run_once()
     young = submit(engine, random_prompt(model, 10), max_tokens=40, k=2)
-    running = engine.scheduler.running
-    while len(running.sequences) < 2 or not running.sequences[1].num_generated:
+    engine.prefill_all()
+    while not engine.scheduler.running.sequences[1].num_generated:
         engine.run_once()
     engine.recovery.recompute_all()
     engine.scheduler.prefilling.rotate(-1)  # the young one first
@@ -271,8 +268,8 @@ def start(model: Model, engine: Engine) -> list[Handle]:
     """Requests of all kinds, and the engine in the middle of their answers."""
     prompts = [random_prompt(model, 9 + 4 * i, i) for i in range(len(REQUESTS))]
     handles = [submit(engine, prompt, max_tokens=24, **how) for prompt, how in zip(prompts, REQUESTS, strict=True)]
-    while len(engine.scheduler.running.sequences) < len(handles):
-        engine.run_once()
+    engine.prefill_all()  # between steps, slices of prompts are as long as clocks say
+    engine.run_once()
     return handles
 
 
