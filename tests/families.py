@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 
 import gemma4
 from checkpoints import TOKENIZER, TOKENIZER_FILES, Arrays, to_fp8, write_shards
+from headstart import models
 
 BASE: dict[str, Any] = {
     "vocab_size": 256,
@@ -180,6 +181,24 @@ CONFIGS["glm_moe_dsa"] = {
     "moe_layer_freq": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+CONFIGS["glm5_next"] = {
+    **{name: value for name, value in SELECTING.items() if name not in ("n_group", "topk_group")},
+    "num_hidden_layers": 5,
+    "layer_types": [*["linear_attention"] * 2, "deepseek_sparse_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", *["sparse"] * 4],
+    "qk_rope_head_dim": 0,
+    "head_dim": 0,
+    "linear_attn_config": {
+        "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "safe_gate": True,
+    },
+    "index_topk": 16,
+    "index_kpool": 4,
+    "swiglu_limit": 1.5,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+    "pad_token_id": 0,
+}  # fmt: skip
 CONFIGS["bailing_hybrid"] = {
     "architectures": ["BailingMoeV3ForCausalLM"],
     **{name: LATENT[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")},
@@ -274,6 +293,7 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
     "step3p7": ("model.layers.{layer}.", NEXTN[:-1], 3),
     "deepseek_v32": ("model.layers.{layer}.", NEXTN, 1),
     "glm_moe_dsa": ("model.layers.{layer}.", NEXTN, 1),
+    "glm5_next": ("model.layers.{layer}.", NEXTN[:-2], 1),
     "bailing_hybrid": ("model.layers.{layer}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 1),
     "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
     "ernie4_5_moe": ("model.mtp_block.0.", (), 1),
@@ -283,7 +303,7 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
 
 
 WITHOUT_EXPERTS = ("mimo_v2_flash", "step3p5", "step3p7", "exaone_moe", "ernie4_5_moe")  # heads
-NOT_IN_MLX_LM = ("step3p7", "glm_moe_dsa")  # or without layers that share what another one selected
+NOT_IN_MLX_LM = ("step3p7", "glm_moe_dsa", "glm5_next")  # or without layers that share what another one selected
 LEFT_OUT = object()
 MIMO_OF_TRANSFORMERS = (
     "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "n_group", "topk_group",
@@ -315,9 +335,14 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {  # that transformers compu
     "bailing_hybrid": ("bailing_hybrid", BAILING_HEAD),
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm5_next": ("glm5_next", {}),
     "step3p7-head": ("step3p7", OTHER_HEADS),  # transformers gives the head the trunk's number of heads
 }
 
+GLM_TOWER = {  # of which no file has tensors
+    "depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16, "out_hidden_size": 64,
+    "projection_intermediate_size": 16, "patch_size": 14, "image_size": 28,
+}  # fmt: skip
 STEP = (  # from mlx-lm's names to the released ones
     (r"\.mlp\.switch_mlp\.", ".moe."),
     (r"\.mlp\.gate\.gate\.", ".moe.gate."),
@@ -332,11 +357,14 @@ def make_config(family: str, **changed: Any) -> dict[str, Any]:
     text = {**BASE, "model_type": family, **CONFIGS[family], **changed}
     if text["model_type"].startswith("gemma4"):
         return gemma4.nested({name: value for name, value in text.items() if name != "rope_theta"})
-    if "rope_parameters" in text:
+    if "rope_parameters" in text or family == "glm5_next":  # which has no rotation
         text.pop("rope_theta", None)
     if family == "mistral3":
         outer = {"model_type": "mistral3", "eos_token_id": 8187, "dtype": "float32"}
         return {**outer, "text_config": {**text, "model_type": "mistral"}}
+    if family == "glm5_next":
+        outer = {"model_type": family, "eos_token_id": 8187, "dtype": "float32", "vision_config": GLM_TOWER}
+        return {**outer, "text_config": {**text, "model_type": "glm5_next_text"}}
     if family == "step3p7":
         outer = {"model_type": "step3p7", "eos_token_id": 8187, "dtype": "float32"}
         sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
@@ -346,7 +374,9 @@ def make_config(family: str, **changed: Any) -> dict[str, Any]:
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's own model, with random weights."""
+    """mlx-lm's own model, with random weights; ours where it has none."""
+    if config["model_type"] == "glm5_next":
+        return models.build(config, head=False).lm
     if config.get("moe_layer_end_index") == -1:  # which it takes for none
         config = {**config, "moe_layer_end_index": None}
     if config["model_type"] == "step3p7":
@@ -387,7 +417,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
         if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             return 1 + rng.integers(-24, 25, shape) / 128
         if len(shape) == 1:
-            return rng.standard_normal(shape) * 0.1
+            return rng.standard_normal(shape) * 0.1 + name.endswith("_hc.scale")
         scale = (
             3 if name.endswith((".gate.weight", "o_proj.weight", "dense.weight", "down_proj.weight")) else 1
         )  # so layers matter
@@ -409,6 +439,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             prefix = released.format(layer=text["num_hidden_layers"] + module, module=module)
             layer = prefix + "layers.0." * (prefix == "mtp.")
             shapes = {layer + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+            shapes = {name: shape for name, shape in shapes.items() if "_hc." not in name}  # of several streams
             if config["model_type"] in WITHOUT_EXPERTS:
                 shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
                 sizes = (H, text["intermediate_size"])
@@ -458,8 +489,11 @@ def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
         if text["model_type"] == "nemotron_h":
             name = name.replace(".fc1.", ".up_proj.").replace(".fc2.", ".down_proj.")
             array = array.moveaxis(1, 2) if name.endswith("conv1d.weight") else array
-        if text["model_type"] == "bailing_hybrid" and name.endswith("conv1d.weight"):
+        if text["model_type"] in ("bailing_hybrid", "glm5_next_text") and name.endswith("conv1d.weight"):
             array = array.moveaxis(1, 2)
+        if text["model_type"] == "glm5_next_text":
+            name = re.sub(r"\.(attn|ffn)_hc\.(fn|base|scale)(\.weight)?$", r".hc_\1_\2", name)
+            name = re.sub(r"_compress_gate\.weight$", "_compress_gate", name)
         if text["model_type"] == "exaone_moe":
             name = name.replace("mlp.gate.e_score", "mlp.e_score")
         if text["model_type"] == "mimo_v2_flash" and ".mtp." in name:
@@ -473,6 +507,8 @@ def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
             out[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
         elif not name.endswith("unembed_out.weight"):
             out[name] = array
+    if text["model_type"] == "glm5_next_text":
+        out = {re.sub(r"^model\.", "model.language_model.", name): array for name, array in out.items()}
     return out
 
 

@@ -18,12 +18,13 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPEATS", 1)
 
 
-LATENT = ("deepseek_v3", "glm4_moe_lite", "longcat_flash", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa")
+LATENT = (
+    "deepseek_v3", "glm4_moe_lite", "longcat_flash", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "glm5_next",
+)  # fmt: skip
 
 
-RECURRENT = {"nemotron_h": "Mamba-2", "bailing_hybrid": "delta attention"} | dict.fromkeys(
-    (*FAMILIES, "built in"), "gated delta net"
-)
+DELTA = dict.fromkeys(("bailing_hybrid", "glm5_next"), "delta attention")
+RECURRENT = {"nemotron_h": "Mamba-2"} | DELTA | dict.fromkeys((*FAMILIES, "built in"), "gated delta net")
 
 
 @pytest.mark.parametrize("family", [*EVERY_FAMILY, "built in"])

@@ -24,6 +24,7 @@ from headstart.models import text_config
 
 OTHER_ROPE = (
     "glm_moe_dsa",
+    "glm5_next",
     "ministral3",
     "mistral3",
     "step3p5",

@@ -4,6 +4,7 @@ speed where the model cannot be exact."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import metal_on_cpu
 import mlx.core as mx
@@ -24,7 +25,10 @@ from headstart.kernels.metal.tune import operations
 from headstart.kernels.metal.tune_fused import model_operations
 
 # Where half precision often chooses other experts, with which logits differ: fewer choices.
-CALMER = {"bailing_hybrid": {"first_k_dense_replace": 3}}
+CALMER: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"first_k_dense_replace": 3},
+    "glm5_next": {"mlp_layer_types": [*["dense"] * 4, "sparse"]},
+}
 KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
 
 

@@ -55,7 +55,7 @@ def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, t
 
 
 # Gates before the last projection of latent attention, or an index; norms of values.
-MLX_ATTENTION = ("bailing_hybrid", "deepseek_v32", "glm_moe_dsa", *gemma4.CONFIGS)
+MLX_ATTENTION = ("bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "glm5_next", *gemma4.CONFIGS)
 
 
 @pytest.mark.skipif(not isinstance(choose_backend(), CpuBackend), reason="no CPU kernels here")
@@ -179,7 +179,7 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(
         assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("family", ["step3p7", "bailing_hybrid", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["step3p7", "bailing_hybrid", "glm_moe_dsa", "glm5_next"])
 def test_eviction_changes_no_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and seeded, with room for one prompt's prefixes: windows, delta states and keys of an index."""
     monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", CHUNK)

@@ -4,11 +4,13 @@ python tests/families.py FOLDER                      in the project's environmen
 python tests/reference/make_families.py FOLDER       in one with torch and transformers 5.23
 
 Recorded are the config as transformers writes it, logits of a prompt at some of its positions, the greedy text after
-it, and what `MtpModel`, with which `generate(use_mtp=True)` drafts, makes of 50 other prompts.
+it, and what `MtpModel`, with which `generate(use_mtp=True)` drafts, makes of 50 other prompts; for GLM-5.3-Flash
+what `glm5_next_head.py` makes of them.
 """
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from glm5_next_head import drafts, load_head
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import MtpCache
@@ -38,7 +41,7 @@ def load(folder: Path) -> Any:
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
     model, report = kind.from_pretrained(folder, output_loading_info=True, **options)
-    missing = [name for name in report["missing_keys"] if "vision" not in name and "multi_modal" not in name]
+    missing = [name for name in report["missing_keys"] if not re.search("vis|multi_modal", name)]
     assert not missing, missing
     return model.eval()
 
@@ -96,6 +99,9 @@ def record(folder: Path) -> dict[str, Any]:
             for layer in mtp.layers:
                 layer.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
         found["drafts"] = [drafts_of(model, prompt(3 + n, n), mtp) for n in range(SEQUENCES)]
+    if model.config.model_type == "glm5_next":
+        head = load_head(folder, model.config.text_config)
+        found["drafts"] = [drafts(model, head, prompt(3 + n, n)) for n in range(SEQUENCES)]
     return found
 
 

@@ -19,7 +19,7 @@ Made = TypeVar("Made", bound=BaseModel)
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 FamilyName = Literal[
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "mimo_v2_flash",
-    "deepseek_v32", "glm_moe_dsa", "bailing_hybrid", "step3p5", "step3p7", "exaone_moe", "nemotron_h",
+    "deepseek_v32", "glm_moe_dsa", "glm5_next", "bailing_hybrid", "step3p5", "step3p7", "exaone_moe", "nemotron_h",
     "ernie4_5_moe", "longcat_flash", "llama", "mistral3", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma4",
     "qwen4_exp", "deepseek_v4",
 ]  # fmt: skip

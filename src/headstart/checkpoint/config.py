@@ -145,8 +145,6 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
     if model_type in held and isinstance(config.get("text_config"), dict):
         config["drafter"], model_type = model_type, config["text_config"].get("model_type")
         config["model_type"] = model_type
-    if isinstance(model_type, str) and model_type in models.MISSING:
-        raise CheckpointError(f"{file}: model_type {model_type!r} cannot run: {models.MISSING[model_type]}.")
     if not isinstance(model_type, str) or not (model_type in models.FAMILIES or models.has_mlx_lm(config)):
         raise CheckpointError(
             f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}, "
@@ -188,7 +186,8 @@ def _check(config: dict[str, Any]) -> None:
     for field, value in text.items():
         if value is None or not SIZE.fullmatch(field):
             continue
-        least, most = int(field in POSITIVE), MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
+        least = int(field in POSITIVE and not (field == "head_dim" and text.get("qk_rope_head_dim") == 0))
+        most = MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
         if type(value) is not int or not least <= value <= most:
             raise _wrong(field, value, f"a whole number from {least} to {most:,}")
     for many, few in MULTIPLES:

@@ -23,7 +23,7 @@ MODES = {"affine": (BITS, (64, 32, 128)), "mxfp4": ((4,), (32,)), "mxfp8": ((8,)
 KEEP = "keep"
 # Not quantised: what decides between tokens and what mixes residual streams, little of a model.
 DECIDES = (
-    *("index_qk_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
+    *("index_qk_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj", "index_kpool_compress_gate"),
     *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight", "hc.fn"),
     *("indexer.q_b_proj", "indexer.scorer.weights_proj"),
     *("compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj", "compressor.indexer.gate_proj"),

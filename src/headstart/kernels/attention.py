@@ -9,7 +9,7 @@ from ..state import KV
 from ..state.kv import TokenPositions
 from .experts import FeedForwards
 from .layers import Attention, LatentAttention, Pass, Residual, SelectedAttention
-from .selection import block_means, relu_scores, select_best, select_tokens
+from .selection import block_means, pooled_keys, relu_scores, select_best, select_tokens
 from .types import ArrangedHeads, at_last
 
 
@@ -195,16 +195,18 @@ class Attentions(FeedForwards):
             queries = queries * layer.query_scale
         queries, rotated = mx.split(queries, [part.qk_nope_head_dim], axis=-1)
         latents, keys = mx.split(compressed[:, None], [part.kv_lora_rank], axis=-1)  # [B, 1, W, …]
-        rotated, keys = part.rope(rotated, memory.offset), part.rope(keys, memory.offset)
+        if part.qk_rope_head_dim:
+            rotated, keys = part.rope(rotated, memory.offset), part.rope(keys, memory.offset)
         latents = self.norm(latents, part.kv_a_layernorm)
         latents = latents if layer.latent_scale == 1 else latents * layer.latent_scale
         latents, keys = memory.update_and_fetch(latents, keys)
         queries, rotated = at_last(queries, run.last, 2), at_last(rotated, run.last, 2)
         seen = at_last(run.mask(None), run.last, 2) if layer.budget is None else run.selected[0]
-        scores = (rotated * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
-        scores = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        if part.qk_rope_head_dim:
+            scores = (rotated * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
+            seen = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
         queries = part.embed_q(queries).astype(queries.dtype)  # [B, H, W, R]
-        out = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=part.scale, mask=scores)
+        out = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=part.scale, mask=seen)
         out = part.unembed_out(out).astype(out.dtype).transpose(0, 2, 1, 3)
         if (gates := layer.head_gates) is not None:
             out = out * mx.sigmoid(self.product(at_last(x, run.last), gates, adapters))[..., None]
@@ -220,17 +222,26 @@ class Attentions(FeedForwards):
         part, adapters = layer.indexer, run.adapters
         assert part is not None
         assert layer.budget is not None
-        keys = self.norm(self.product(x, part.wk, adapters), part.k_norm)[:, None]
-        (keys,) = memory.update_index([part.rope(keys, memory.offset)])  # [B, 1, S, D]
+        first = (part.wk,) if layer.pool is None else (part.wk, part.index_kpool_compress_gate)
+        keys, *gates = (a[:, None] for a in self.products(x, first, adapters))
+        keys = self.norm(keys, part.k_norm)
+        keys = part.rope(keys, memory.offset) if layer.head_sizes[1] else keys
+        keys, *gates = (a[:, 0] for a in memory.update_index([keys, *gates]))  # [B, S, D]
         seen = at_last(run.mask(None), run.last, 2)
-        if keys.shape[2] <= layer.budget:
+        if keys.shape[1] <= layer.budget:
             return seen
-        made = self.product(queries, part.wq_b, adapters).reshape(*x.shape[:2], part.n_heads, -1).swapaxes(1, 2)
-        made = at_last(part.rope(made, memory.offset), run.last, 2).swapaxes(1, 2)  # [B, W, H, D]
-        x, matrix = at_last(x, run.last), part.weights_proj
+        made = self.product(queries, part.wq_b, adapters).reshape(*x.shape[:2], part.n_heads, -1)
+        if layer.head_sizes[1]:
+            made = part.rope(made.swapaxes(1, 2), memory.offset).swapaxes(1, 2)
+        made, x, matrix = at_last(made, run.last), at_last(x, run.last), part.weights_proj  # [B, W, H, D]
         if matrix.weight.dtype == mx.float32:  # as released
             weights = x.astype(mx.float32) @ matrix.weight.T
         else:
             weights = self.product(x, matrix, adapters)
-        scores = relu_scores(made, keys[:, 0], weights * (part.n_heads * part.head_dim) ** -0.5)
-        return select_best(scores[:, None], seen, layer.budget)
+        weights = weights * (part.n_heads * part.head_dim) ** -0.5
+        if layer.pool is None:
+            return select_best(relu_scores(made, keys, weights)[:, None], seen, layer.budget)
+        pools = pooled_keys(keys, gates[0], part.index_kpool_compress_ape, layer.pool)
+        rows = at_last(memory.offset[:, None] + mx.arange(queries.shape[1]), run.last)
+        scores = relu_scores(made, pools, weights)
+        return select_tokens(scores, rows, layer.pool, layer.budget, memory.reach)[:, None]

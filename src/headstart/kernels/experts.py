@@ -37,7 +37,7 @@ def stock_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.
 
 
 class LimitedSwiGLU(nn.Module):
-    """DeepSeek-V4's activation. Step's limits what silu makes of the gate, this the gate."""
+    """DeepSeek-V4's and GLM-5.3-Flash's activation. Step's limits what silu makes of the gate, this the gate."""
 
     def __init__(self, limit: float):
         super().__init__()
@@ -48,7 +48,8 @@ class LimitedSwiGLU(nn.Module):
 
 
 class ScoreRouter(nn.Module):
-    """DeepSeek-V4's router: the experts with the best scores and biases, weighed by their scores alone."""
+    """DeepSeek-V4's and GLM-5.3-Flash's router: the experts with the best scores and biases, weighed by their scores
+    alone."""
 
     SCORES: ClassVar[dict[str, Callable[[mx.array], mx.array]]] = {
         "sqrtsoftplus": lambda logits: mx.sqrt(nn.softplus(logits)),

@@ -90,13 +90,13 @@ class LatentAttention:
     """Multi-head latent attention: a token's keys and values are one latent vector and one rotated key.
 
     With a `budget` a token attends to so many at most, which the module's `indexer` selects, or did in the last layer
-    that has one.
-    """
+    that has one; with a `pool` by that many at once, and to those after the last whole pool."""
 
     module: nn.Module
     query_scale: float = 1.0
     latent_scale: float = 1.0
     budget: int | None = None
+    pool: int | None = None  # tokens; of each the index then keeps a key and gates of its numbers
 
     @property
     def indexer(self) -> nn.Module | None:
@@ -119,7 +119,7 @@ class LatentAttention:
 
     def state(self, rows: int, dtype: mx.Dtype, eight_bits: bool) -> KV:
         latent, rotated = self.head_sizes
-        index = [] if self.indexer is None else [(self.indexer.head_dim, dtype)]
+        index = [] if self.indexer is None else [(self.indexer.head_dim, dtype)] * (1 if self.pool is None else 2)
         return KV.empty(rows, 1, latent, dtype, rotated, eight_bits=eight_bits, index=index)
 
 

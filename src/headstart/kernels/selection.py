@@ -44,6 +44,20 @@ def block_means(keys: mx.array, size: int) -> mx.array:
     return total / size
 
 
+def pooled_keys(keys: mx.array, gates: mx.array, bias: mx.array, size: int) -> mx.array:
+    """Return the weighted means [B, N, D] in float32 of whole blocks of `size` keys [B, S, D]; those of a rest have
+    none. Each number of a key has a weight of its own: the softmax over the block of its gates [B, S, D] and a `bias`
+    [size, D]."""
+    B, S, D = keys.shape
+    keys, gates = (a[:, : S // size * size].astype(mx.float32).reshape(B, S // size, size, D) for a in (keys, gates))
+    gates = gates + bias.astype(mx.float32)
+    weights = mx.exp(gates - gates.max(axis=2, keepdims=True))
+    total, whole = weights[:, :, 0] * keys[:, :, 0], weights[:, :, 0]
+    for token in range(1, size):
+        total, whole = total + weights[:, :, token] * keys[:, :, token], whole + weights[:, :, token]
+    return total / whole
+
+
 def select_tokens(scores: mx.array, positions: mx.array, size: int, budget: int, reach: int) -> mx.array:
     """Return which tokens [B, W, reach] rows at `positions` [B, W] attend to, given scores [B, W, N] of the blocks of
     `size` tokens.

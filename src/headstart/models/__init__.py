@@ -13,6 +13,7 @@ from . import (
     exaone_moe,
     gemma4,
     glm4_moe,
+    glm5_next,
     llama,
     longcat_flash,
     mimo,
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": deepseek_v32.DEEPSEEK_V32,
     "glm_moe_dsa": deepseek_v32.GLM_MOE_DSA,
     "deepseek_v4": deepseek_v4.FAMILY,
+    "glm5_next": glm5_next.FAMILY,
+    "glm5_next_text": glm5_next.FAMILY,
     "bailing_hybrid": bailing_hybrid.FAMILY,
     "mimo": mimo.MIMO,
     "mimo_v2_flash": mimo.MIMO_V2_FLASH,
@@ -62,12 +65,6 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen3.QWEN2,
     "qwen3": qwen3.QWEN3,
     "qwen3_moe": qwen3.QWEN3_MOE,
-}
-
-# Of families that are known, but whose layers neither we nor mlx-lm have.
-MISSING = {
-    "glm5_next": "the residual streams of GLM-5.3-Flash and its attention to pooled keys are not written yet, and "
-    "mlx-lm has none of it",
 }
 
 
@@ -120,7 +117,6 @@ def build(config: dict[str, Any], head: bool = True) -> Model:
 
 __all__ = [
     "FAMILIES",
-    "MISSING",
     "Family",
     "Head",
     "HeadSpec",

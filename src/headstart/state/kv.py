@@ -180,11 +180,11 @@ def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
 
 def _round(x: mx.array) -> tuple[mx.array, mx.array]:
     """Return numbers [..., D] as whole ones in eight bits and their scales [..., D/GROUP]."""
-    groups = mx.unflatten(x.astype(mx.float32), -1, (-1, GROUP))
+    groups = mx.unflatten(x.astype(mx.float32), -1, (x.shape[-1] // GROUP, GROUP))  # of none too
     scales = (mx.abs(groups).max(axis=-1) / 127).astype(x.dtype)
     divisors = mx.maximum(scales.astype(mx.float32), 1e-30)[..., None]
     return mx.clip(mx.round(groups / divisors), -127, 127).astype(mx.int8).flatten(-2), scales
 
 
 def _multiply(numbers: mx.array, scales: mx.array) -> mx.array:
-    return (mx.unflatten(numbers.astype(scales.dtype), -1, (-1, GROUP)) * scales[..., None]).flatten(-2)
+    return (mx.unflatten(numbers.astype(scales.dtype), -1, (scales.shape[-1], GROUP)) * scales[..., None]).flatten(-2)

@@ -72,7 +72,7 @@ def restore(chunks: list[list[PackedArray]], after: Snapshot, states: States, le
 
 
 def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
-    if not eight_bits or piece.shape[-1] % GROUP or not mx.issubdtype(piece.dtype, mx.floating):
+    if not eight_bits or not piece.size or piece.shape[-1] % GROUP or not mx.issubdtype(piece.dtype, mx.floating):
         return (piece,)
     return tuple(mx.quantize(piece, group_size=GROUP, bits=8))
 

@@ -69,7 +69,7 @@ def native_attention(
 def latent_arguments(layer: LatentAttention, x: mx.array, memory: KV, run: Pass) -> tuple[Any, ...] | None:
     """Return what the extension is given of a layer of latent attention."""
     part = layer.module
-    if layer.head_gates is not None or layer.budget is not None:
+    if layer.head_gates is not None or layer.budget is not None or not part.qk_rope_head_dim:
         return None
     rotation, k_norm, q_norm = rotation_of(part["rope"]), part["kv_a_layernorm"], part.get("q_a_layernorm")
     first = part["q_proj"] if q_norm is None else part["q_a_proj"]
