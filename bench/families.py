@@ -108,14 +108,29 @@ DEEPSEEK_V4 = {
     "hc_sinkhorn_iters": 20,
     "hc_eps": 1e-6,
 }
+GLM5_NEXT = SELECTING | {
+    "num_hidden_layers": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "qk_rope_head_dim": 0,
+    "linear_attn_config": {"num_heads": 8, "head_dim": 64, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
+    "mlp_layer_types": ["dense", *["sparse"] * 7],
+    "index_kpool": 4,
+    "n_routed_experts": 16,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "step3p7": {"model_type": "step3p7", "text_config": STEP3P7},
     "bailing_hybrid": BASE | BAILING | {"model_type": "bailing_hybrid"},
     "deepseek_v32": BASE | SELECTING | {"model_type": "deepseek_v32"},
     "glm_moe_dsa": BASE | SELECTING | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1},
     "deepseek_v4": BASE | DEEPSEEK_V4,
+    "glm5_next": BASE | GLM5_NEXT | {"model_type": "glm5_next"},
 }
-WITHOUT_MLX_LM = ("deepseek_v4",)
+WITHOUT_MLX_LM = ("deepseek_v4", "glm5_next")
 
 
 def random_model(config: dict[str, Any]) -> Model:

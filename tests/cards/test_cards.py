@@ -23,6 +23,7 @@ NAMES = [
     *("Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
 ]
 DEEPSEEKS = ["DeepSeek-V4-Flash", "DeepSeek-V4-Pro"]
+OTHERS = {"GLM-5.3-Flash": "zai-org/GLM-5.3-Flash"}
 GEMMAS = [f"gemma-4-{size}-it" for size in ("12B", "26B-A4B", "31B", "E2B", "E4B")]
 
 
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_promised_model_has_a_card() -> None:
     known = {card.name: card for card in cards.all_cards()}
-    assert sorted(known) == sorted([*NAMES, *DEEPSEEKS, *GEMMAS, *(path.name for path in BUILTIN.iterdir())])
+    assert sorted(known) == sorted([*NAMES, *DEEPSEEKS, *OTHERS, *GEMMAS, *(path.name for path in BUILTIN.iterdir())])
     for name in GEMMAS:
         assert (known[name].hub_id, known[name].drafter) == (f"google/{name}", f"google/{name}-assistant")
         assert known[name].native_mtp is None
@@ -46,6 +47,9 @@ def test_every_promised_model_has_a_card() -> None:
         assert card.hub_id == card.original == f"deepseek-ai/{name}"
         assert (card.context_length, card.native_mtp is None) == (1_048_576, False)
         assert card.sampling_defaults.params(thinking=True) == {"temperature": 1.0, "top_p": 1.0}
+    for name, original in OTHERS.items():
+        assert known[name].hub_id == known[name].original == original
+        assert known[name].native_mtp
     for name in NAMES:
         card = known[name]
         assert card.hub_id == card.original == f"Qwen/{name}"
@@ -114,7 +118,7 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
     assert card
     assert card.native_mtp
     assert (card.native_mtp.default_k, card.hub_id) == (3, None)
-    assert len(cards.all_cards()) == len(NAMES) + len(DEEPSEEKS) + len(GEMMAS) + 2
+    assert len(cards.all_cards()) == len(NAMES) + len(DEEPSEEKS) + len(OTHERS) + len(GEMMAS) + 2
 
 
 @pytest.mark.parametrize(
