@@ -200,10 +200,10 @@ class Attentions(FeedForwards):
         latents = self.norm(latents, part.kv_a_layernorm)
         latents = latents if layer.latent_scale == 1 else latents * layer.latent_scale
         latents, keys = memory.update_and_fetch(latents, keys)
-        queries, rotated = at_last(queries, run.last, 2), at_last(rotated, run.last, 2)
+        queries = at_last(queries, run.last, 2)
         seen = at_last(run.mask(None), run.last, 2) if layer.budget is None else run.selected[0]
         if part.qk_rope_head_dim:
-            scores = (rotated * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
+            scores = (at_last(rotated, run.last, 2) * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
             seen = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
         queries = part.embed_q(queries).astype(queries.dtype)  # [B, H, W, R]
         out = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=part.scale, mask=seen)

@@ -172,6 +172,8 @@ def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
     Past the capacity this would write into the next head without an error, so `BatchState.reserve` checks on the host
     before every pass.
     """
+    if not new.size:  # keys without a rotated part have none
+        return into
     if into.shape[0] == 1:
         return mx.slice_update(into, new, offset, axes=(2,))
     positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]
