@@ -18,7 +18,7 @@ from headstart.kernels.cuda.backend import CudaBackend
 from headstart.kernels.metal import backend
 from headstart.kernels.metal.tune_fused import model_operations
 
-STOCK = {"mix", "latent_attention", "select_latents", "remember_delta", "delta_recurrence"}
+STOCK = {"latent_attention", "select_latents", "remember_delta", "delta_recurrence"}
 # Half precision chooses other experts and pools: there are few.
 CALMER = {"mlp_layer_types": [*["dense"] * 4, "sparse"], "vocab_size": 64, "index_topk": 4}
 
@@ -26,18 +26,20 @@ CALMER = {"mlp_layer_types": [*["dense"] * 4, "sparse"], "vocab_size": 64, "inde
 def test_metal_describes_its_operations_and_promises_no_exact_text(tmp_path: Path) -> None:
     model = load_model(write_family(tmp_path, "glm5_next"), dtype=mx.bfloat16)
     found = {each.operation for each in model_operations(model.weights, model.layers, model.dtype)}
-    assert found == {"product", "norm", "experts"}
+    assert found == {"product", "norm", "experts", "streams"}
     assert not backend._may_be_exact(model.layers)
     assert not CudaBackend().is_exact(model.layers, model.weights, model.dtype)
 
 
 @pytest.mark.slow
-def test_cuda_runs_it_with_our_products_experts_and_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_runs_it_with_our_products_experts_norms_and_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_family(tmp_path, "glm5_next", **CALMER)
     expected = _logits(load_model(tmp_path, dtype=mx.float32), 3, 1)
     model = load_model(tmp_path, dtype=mx.bfloat16, backend=CudaBackend())
     ours: set[str] = set()
-    for name in ("launch_products", "launch_experts", "launch_norm"):
+    for name in ("launch_products", "launch_experts", "launch_norm", "launch_stream_weights"):
         launch = getattr(headstart_cuda, name)
         monkeypatch.setattr(headstart_cuda, name, lambda *a, n=name, f=launch, **k: ours.add(n) or f(*a, **k))
     theirs: set[str] = set()
@@ -49,4 +51,4 @@ def test_cuda_runs_it_with_our_products_experts_and_norms(tmp_path: Path, monkey
         found = _logits(model, 3, 1)
     assert mx.linalg.norm(found - expected) < 5e-2 * mx.linalg.norm(expected)
     assert theirs == STOCK
-    assert ours == {"launch_products", "launch_experts", "launch_norm"}
+    assert ours == {"launch_products", "launch_experts", "launch_norm", "launch_stream_weights"}
