@@ -31,7 +31,6 @@ PROCESSOR = {
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
 PART = "{%- if p.text is defined %}{{- p.text }}{%- endif %}"
-IMAGE_PART = "{%- if p.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}"
 
 
 def write_with_tower(
@@ -39,35 +38,61 @@ def write_with_tower(
 ) -> Path:
     """Write the checkpoint of `checkpoints.write` with a tower in a shard of its own; `tower`: its sizes."""
     checkpoints.write(folder, family, layout, vocab_size=8200, **options)
-    config = json.loads((folder / "config.json").read_text())
+    text = json.loads((folder / "config.json").read_text())["text_config"]
     vision = VISION | (tower or {})
-    vision |= {"out_hidden_size": config["text_config"]["hidden_size"], "model_type": config["model_type"]}
+    vision |= {"out_hidden_size": text["hidden_size"], "model_type": checkpoints.FAMILIES[family]}
     ids = {
         "image_token_id": IMAGE,
         "vision_start_token_id": START,
         "vision_end_token_id": END,
         "video_token_id": 8195,
     }
-    (folder / "config.json").write_text(json.dumps({**config, **ids, "vision_config": vision}, indent=2))
     raw = layout.startswith("raw") and layout != "raw-sidecar"
     arrays = tower_arrays(vision, options.get("dtype", mx.bfloat16), raw=raw)
-    checkpoints.save(folder / "model-visual.safetensors", arrays, {"format": "pt" if raw else "mlx"})
+    side = vision["patch_size"]
+    size = {"shortest_edge": 16 * side**2, "longest_edge": 256 * side**2}
+    processor = PROCESSOR | {"patch_size": side, "size": size}
+    part = "<|vision_start|><|image_pad|><|vision_end|>"
+    return add_tower(
+        folder, {**ids, "vision_config": vision}, arrays, processor, TOKENS, part, "pt" if raw else "mlx"
+    )
+
+
+def add_tower(
+    folder: Path,
+    fields: dict[str, Any],
+    arrays: dict[str, mx.array],
+    processor: dict[str, Any],
+    tokens: dict[int, str],
+    part: str,
+    format: str = "pt",
+) -> Path:
+    """Add a tower to a checkpoint, in a shard of its own.
+
+    Args:
+        fields: Of config.json.
+        processor: preprocessor_config.json.
+        tokens: The tokens of images, which the tokenizer has not.
+        part: What the chat template writes in an image's place.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}, indent=2))
+    checkpoints.save(folder / "model-visual.safetensors", arrays, {"format": format})
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(arrays, "model-visual.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    side = vision["patch_size"]
-    size = {"shortest_edge": 16 * side**2, "longest_edge": 256 * side**2}
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"patch_size": side, "size": size}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     template = (folder / "chat_template.jinja").read_text()
     assert PART in template
-    (folder / "chat_template.jinja").write_text(template.replace(PART, PART + IMAGE_PART))
+    place = f"{{%- if p.type == 'image' %}}{{{{- '{part}' }}}}{{%- endif %}}"
+    (folder / "chat_template.jinja").write_text(template.replace(PART, PART + place))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     first = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [{**first, "id": id, "content": text} for id, text in TOKENS.items()]
+    tokenizer["added_tokens"] += [{**first, "id": id, "content": text} for id, text in tokens.items()]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     first = settings["added_tokens_decoder"]["8185"]
-    settings["added_tokens_decoder"] |= {str(id): {**first, "content": text} for id, text in TOKENS.items()}
+    settings["added_tokens_decoder"] |= {str(id): {**first, "content": text} for id, text in tokens.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

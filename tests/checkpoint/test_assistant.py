@@ -160,11 +160,11 @@ def test_commands_take_an_assistant_from_the_hub(
     assert drafted["stats"]["proposed_by_source"]["drafter"] > 0
 
 
-def test_pictures_are_refused_by_name(target: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_whole_tower_says_so(target: Path, tmp_path: Path) -> None:
     folder = write_shape(tmp_path, "gemma4_e2b")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vision_config": {"model_type": "gemma4_vision"}}))
-    for place, reason in ((folder, "reads the vision towers of Qwen3.5"), (target, "reads text only")):
+    for place, reason in ((folder, "tensors of the vision tower are missing"), (target, "reads text only")):
         model = LoadPlan.of(place, vision=True).model
         assert model.tower is None
         assert reason in (model.tower_unavailable or "")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,7 +16,7 @@ from headstart.models.vision import VisionTower
 from vision_models import write_with_tower
 
 
-def tower_of(folder: Path) -> VisionTower:
+def tower_of(folder: Path) -> VisionTower[Any]:
     tower = load_model(folder, vision=True).tower
     assert tower is not None
     return tower

@@ -23,7 +23,7 @@ from headstart.engine.step import prefill
 from headstart.errors import RequestError
 from headstart.images import read_image
 from headstart.models import Model
-from headstart.models.vision import VisionTower
+from headstart.models.qwen3_5_vision import QwenTower
 from headstart.sampling import SamplingParams, SequenceParams
 from headstart.state import PrefixCache
 from reference.pictures import CASES, END, IMAGE, START, picture
@@ -182,7 +182,7 @@ def test_prefix_cache_knows_pictures(models: dict[str, Model], monkeypatch: pyte
     assert ask(first) == 0
     assert ask(other) == 0  # the first chunk holds tokens of the picture, and these are another's
     with monkeypatch.context() as patch:
-        patch.setattr(VisionTower, "run", None)  # a picture that is remembered is not seen again
+        patch.setattr(QwenTower, "run", None)  # a picture that is remembered is not seen again
         assert ask(first) > 64
     assert ask(other) > 64
 
@@ -216,7 +216,7 @@ def test_pictures_are_resumed_from_the_disk(
     assert ask(first) == 0
     assert ask(other) == 0  # it has the same tokens
     with monkeypatch.context() as patch:
-        patch.setattr(VisionTower, "run", None)
+        patch.setattr(QwenTower, "run", None)
         assert ask(first, other) == 2
 
 

@@ -10,6 +10,10 @@ CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "several": ([(16, 16), (90, 40), (25, 120)], [5, -1, 77, -1, 250, 3, 88, 120, 61, -1, 7, 19]),
     "in the middle": ([(64, 48), (400, 11)], [*range(100, 140), -1, *range(200, 260), -1, *range(40, 70)]),
 }
+TOWER_CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {  # for `make_towers.py`
+    "one": ([(30, 21)], [5, 17, 130, -1, 44, 201, 9]),
+    "two": ([(90, 40), (25, 120)], [5, *range(100, 130), -1, 77, -1, 250, 3, 88, 120, 61]),
+}
 MODES = ("RGB", "RGBA", "LA", "L", "P", "CMYK", "1")  # of Pillow, in which one picture is read
 
 

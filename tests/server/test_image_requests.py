@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from running import Running
 
-from headstart.images import ImageRules
+from headstart.images import QwenRules
 from headstart.library import generate
 from headstart.server.image_urls import Fetched
 from headstart.server.images import MAX_IMAGES, _decode, parse_image_url
@@ -180,7 +180,7 @@ def test_bad_pictures_of_other_apis_are_named(seeing: Running) -> None:
 def test_urls_are_fetched_only_where_that_is_allowed(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     work: Any = SimpleNamespace(preparer=SimpleNamespace(limits=Limits()))
     with pytest.raises(ValueError, match="fetches no others"):
-        asyncio.run(_decode(parse_image_url("http://example.com/x.png"), ImageRules(), work))
+        asyncio.run(_decode(parse_image_url("http://example.com/x.png"), QwenRules(), work))
 
     async def fetched(url: str) -> Fetched:
         assert url == "http://example.com/x.png"

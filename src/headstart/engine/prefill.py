@@ -33,6 +33,8 @@ def start_prefill(
     sequence.prompt_end = len(sequence.tokens) - 1 - (0 if cut == 1 else generated)
     prompt = sequence.tokens[: sequence.prompt_end + 1]
     ends = chunk_ends(prompt, marker, model.reading.backend.chunk, cut or 1)
+    if sequence.images is not None:
+        ends = sequence.images.whole_chunks(ends)
     sequence.chunks = Chunks.of(sequence.cache_keys[: len(prompt)], ends, sequence.handle.request.adapter)
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
     sequence.batch = batch
@@ -62,8 +64,11 @@ def open_pass(
     if done < sequence.prompt_end:
         end, keep = pass_end(sequence, done, widest, model.reading.backend)
     end = min(end, done + widest)
-    if sequence.images is not None and not sequence.images.advance(model, done, end):
-        return None
+    if sequence.images is not None:
+        end = sequence.images.whole(done, end)
+        keep = None if keep is not None and keep >= end else keep
+        if not sequence.images.advance(model, done, end):
+            return None
     if done:  # wait for the pass before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         _store(model, sequence, prefix)
@@ -121,10 +126,12 @@ def _read(
     if begin == end:
         return
     tokens, images, embeddings = sequence.tokens, sequence.images, None
+    given = tokens[begin:end]
     if images is not None:
         images.place(sequence.batch, begin, end)
         embeddings = images.embed(model, tokens, begin, end)
-    read, following = mx.array([tokens[begin:end]], mx.int32), mx.array([tokens[end]], mx.int32)
+        given = images.looked_up(tokens, begin, end)
+    read, following = mx.array([given], mx.int32), mx.array([tokens[end]], mx.int32)
     kept = yield from prefill_by_layers(
         model.reading, sequence.batch, read, following, embeddings, keep and keep - begin
     )

@@ -41,6 +41,10 @@ class Attention:
         key, value = self.head_sizes
         return KV.empty(rows, self.kv_heads, key, dtype, value, eight_bits=eight_bits)
 
+    def looks_ahead(self, memory: KV) -> bool:
+        """Return whether tokens of the running pass see some that follow them: those of an image."""
+        return self.window is not None and memory.ends is not None
+
     @cached_property
     def head_sizes(self) -> tuple[int, int]:
         """Return the numbers of a key and of a value."""

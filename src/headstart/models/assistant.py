@@ -85,7 +85,7 @@ class Assistant:
             assert isinstance(mixer, Attention)
             written[mixer.shares] = memory
         caches = {
-            name: replace(memory, offset=last, start=start, positions=None)
+            name: replace(memory, offset=last, start=start, positions=None, ends=None)
             for name, memory in written.items()
             if isinstance(memory, KV)
         }

@@ -13,6 +13,7 @@ from ..kernels.layers import Layer, Mixer, Part, PerLayerInput
 from .grams import GramShape
 from .head import QWEN_HEAD, HeadSpec, Weights
 from .mixers import decoder_parts, grouped_attention, hybrid_mixer
+from .vision import Vision
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Family:
     streams: Callable[[nn.Module], int] = lambda lm: 1  # residual streams of that model
     tables: Callable[[nn.Module], tuple[GramShape, ...]] = lambda lm: ()  # of n-grams, that model's
     describes: Callable[[dict[str, Any]], bool] = lambda config: True  # or mlx-lm alone runs what has such a config
+    vision: Vision | None = None  # what reads images
     divisible: bool = False  # `cluster` knows how to divide its trunk
 
     def describe(self, modules: Sequence[nn.Module], final: nn.Module) -> tuple[Layer, ...]:

@@ -12,11 +12,14 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..errors import CheckpointError
+from ..images import GemmaRules
 from ..kernels import Backend
 from ..kernels.layers import FeedForward, MlpAndExperts, Part, PerLayerInput
 from .family import plain_family
+from .gemma4_vision import make_tower
 from .head import Weights
 from .mixers import grouped_attention
+from .vision import Vision
 
 SLIDING = "sliding_attention"
 
@@ -94,4 +97,5 @@ FAMILY = plain_family(
     beside=("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
     embedding_scale=lambda config: float(config["hidden_size"] ** 0.5),
     logit_cap=lambda config: config.get("final_logit_softcapping"),
+    vision=Vision(make_tower, GemmaRules),
 )

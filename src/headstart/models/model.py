@@ -57,7 +57,7 @@ class Model(HeadPasses):
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     drafter: DFlash | Assistant | None = None
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
-    tower: VisionTower | None = None
+    tower: VisionTower[Any] | None = None
     tower_unavailable: str | None = None  # why there is no tower
     eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
     tables: tuple[GramTable, ...] = ()  # of n-grams, on disk

@@ -5,7 +5,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
+from ..images import QwenRules
 from .family import Family
+from .qwen3_5_vision import QwenTower
+from .vision import Vision
 
 
 def build_qwen3_5(config: dict[str, Any]) -> nn.Module:
@@ -34,6 +37,7 @@ QWEN3_5: dict[str, Any] = {
     "lm_head": qwen3_5_lm_head,
     "head_layer": qwen3_5_head_layer,
     "norm_offset": 1.0,
+    "vision": Vision(QwenTower, QwenRules),
     "divisible": True,
 }
 DENSE = Family("qwen3_5", build_qwen3_5, **QWEN3_5)

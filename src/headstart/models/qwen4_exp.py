@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from ..errors import CheckpointError
+from ..images import QwenRules
 from ..kernels.layers import FeedForward, Mixer, Part, SelectedAttention, TokenGrams
 from ..kernels.norms import SigmoidGatedNorm
 from ..kernels.streams import StreamMixer, StreamNorm
@@ -20,7 +21,8 @@ from .family import Family
 from .grams import GramShape
 from .head import HeadNames, HeadSpec
 from .mixers import gated_attention, gated_delta_net
-from .vision import mrope_axes
+from .qwen3_5_vision import QwenTower, mrope_axes
+from .vision import Vision
 
 GATES = ("silu", "swish", "sigmoid")  # of the gated delta rule's output
 
@@ -227,4 +229,5 @@ FAMILY = Family(
     renamed=((r"^hyper_connection_mixer\.", "norm."),),
     norm_offset=1.0,
     norms_stay=True,
+    vision=Vision(QwenTower, QwenRules),
 )

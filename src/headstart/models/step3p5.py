@@ -12,10 +12,13 @@ import mlx.nn as nn
 from mlx_lm.models import step3p5
 
 from ..errors import CheckpointError
+from ..images import StepRules
 from ..kernels.norms import use_float32_norms
 from .deepseek_v3 import NEXTN
 from .family import plain_family
 from .mixers import grouped_attention
+from .step3p7_vision import StepTower
+from .vision import Vision
 
 PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits_shared")
 
@@ -72,4 +75,4 @@ FAMILY = plain_family(
     ),
     norm_offset=1.0,
 )
-STEP3P7 = replace(FAMILY, name="step3p7", build=build_step3p7)
+STEP3P7 = replace(FAMILY, name="step3p7", build=build_step3p7, vision=Vision(StepTower, StepRules))

@@ -5,7 +5,7 @@ They are decoded in worker processes, which can be killed: a file may be made to
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,7 +128,7 @@ async def _decode(image: EncodedImage, rules: ImageRules, work: Preparation) -> 
     if image.low:
         rules = replace(rules, max_pixels=min(rules.max_pixels, LOW_DETAIL))
     message = {
-        "base64": not image.remote, "declared": declared, "rules": asdict(rules), "seconds": DECODE_SECONDS
+        "base64": not image.remote, "declared": declared, "rules": rules.message(), "seconds": DECODE_SECONDS
     }  # fmt: skip
     try:
         async with work.preparer.workers.worker(work.client) as worker:

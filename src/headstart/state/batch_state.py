@@ -27,6 +27,7 @@ class BatchState:
     adapter_indices: list[int] = field(default_factory=list)  # of the sequences' adapters, -1 for none
     adapters: mx.array | None = None  # `adapter_indices` [B], if a sequence has one
     positions: TokenPositions | None = None  # of all tokens of the only sequence, during prefill around an image
+    ends: mx.array | None = None  # [1, S], of all of these tokens: what layers with a window see ends before it
 
     def __post_init__(self) -> None:
         self.shifts = self.shifts or [0] * len(self.bounds)
@@ -52,7 +53,7 @@ class BatchState:
         """Reserve `width` positions after every sequence's length, and point the layers there.
 
         Returns a function that makes the attention mask [B, 1, width, reach] for kernels that need one: a position
-        sees everything up to itself, or with `window` only the last so many positions.
+        sees everything up to itself, or with `window` only the last so many positions; and those of its image.
         """
         needed = max(self.bounds) + width
         if needed > self.capacity:
@@ -65,8 +66,12 @@ class BatchState:
             at = self.lengths[:, None, None] + mx.arange(width)  # [1, 1, W]
             ids = mx.take_along_axis(self.positions.ids, mx.broadcast_to(at, (1, 3, width)), axis=2)
             positions = self.positions._replace(ids=ids)
+        ends = None
+        if self.ends is not None:
+            ends = mx.take_along_axis(self.ends, self.lengths[:, None] + mx.arange(width), axis=1)  # [1, W]
         for layer in self.kv_layers:
             layer.offset, layer.reach, layer.start, layer.positions = self.lengths, reach, start, positions
+            layer.ends = ends
             if layer.every > 1:
                 layer.offset, layer.reach = self.lengths // layer.every, -(-reach // layer.every)
             layer.begins = self.bounds[0] if len(self.bounds) == 1 else None
@@ -77,7 +82,11 @@ class BatchState:
         def mask(window: int | None = None) -> mx.array:
             positions = (lengths[:, None] + mx.arange(width))[:, None, :, None]  # [B, 1, W, 1]
             seen = mx.arange(reach) <= positions
-            return seen if window is None else seen & (mx.arange(reach) > positions - window)
+            if window is None:
+                return seen
+            if ends is not None:
+                seen = mx.arange(reach) < ends[:, None, :, None]
+            return seen & (mx.arange(reach) > positions - window)
 
         return mask
 
@@ -86,9 +95,10 @@ class BatchState:
         bounds = [bound + count for bound in self.bounds]
         return replace(self, lengths=self.lengths + count if lengths is None else lengths, bounds=bounds)
 
-    def place(self, shifts: list[int], positions: TokenPositions | None = None) -> None:
-        """Say where RoPE puts tokens from now on: at `shifts` from their indices, or at `positions`."""
-        self.shifts, self.positions = shifts, positions
+    def place(self, shifts: list[int], positions: TokenPositions | None = None, ends: mx.array | None = None) -> None:
+        """Say where RoPE puts tokens from now on: at `shifts` from their indices, or at `positions`; and where what
+        layers with a window see `ends`, if not after each token."""
+        self.shifts, self.positions, self.ends = shifts, positions, ends
         self.shift = mx.array(shifts, mx.int32) if any(shifts) else None
 
     def adapt(self, indices: list[int]) -> None:

@@ -43,6 +43,7 @@ class KV:
     )
     start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
     positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
+    ends: mx.array | None = None  # [B, W], where what its tokens see of a window ends, if not after each
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
     index: list[mx.array] = field(default_factory=list)  # [B, 1, S, D] each
     written_in_place: bool = False  # by a kernel that MLX does not order before all that reads these arrays

@@ -46,7 +46,7 @@ class Heads(NamedTuple):
 def attention_arguments(layer: Attention, x: mx.array, memory: KV, run: Pass) -> tuple[Any, ...] | None:
     """Return what the extension is given of a layer to write a window [B, W, H] into `memory` and attend to it."""
     part, heads = layer.module, heads_of(layer, x.dtype)
-    if layer.shares is not None:  # values have a norm, or are another layer's
+    if layer.shares is not None or layer.looks_ahead(memory):  # values have a norm, or are another layer's
         return None
     names = ("q_proj", "k_proj", "v_proj", *(("g_proj",) if "g_proj" in part else ()), "o_proj")
     found = linears([part[name] for name in names], x.dtype, run.adapters)

@@ -146,7 +146,7 @@ class CpuBackend(Stacked, Sampled, StockCpu):
     def attend(
         self, layer: Attention, both: mx.array, keys: mx.array, values: mx.array, memory: KV, run: Pass
     ) -> mx.array:
-        if (heads := heads_of(layer, both.dtype)) is None:
+        if layer.looks_ahead(memory) or (heads := heads_of(layer, both.dtype)) is None:
             return super().attend(layer, both, keys, values, memory, run)
         return attend_window(self.native, layer, heads, both, keys, values, memory, run.last)
 

@@ -184,7 +184,8 @@ class CudaBackend(CudaSteps):
         return memory.positions is None and arrange_fits(layer)
 
     def _attends(self, layer: Attention, both: mx.array, memory: KV) -> bool:
-        return both.shape[1] <= WIDEST and memory.keys.dtype in HALVES and attention_fits(layer)
+        narrow = both.shape[1] <= WIDEST and not layer.looks_ahead(memory)
+        return narrow and memory.keys.dtype in HALVES and attention_fits(layer)
 
     def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
         weights, state, conv = GatedDeltaWeights.of(net), memory.state, memory.conv

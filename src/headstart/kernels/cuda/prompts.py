@@ -105,7 +105,7 @@ class CudaPrompts(CudaBackend):
         return Backend.write(self, layer, both, keys, values, memory)
 
     def attend_heads(self, layer: Attention, heads: ArrangedHeads, both: mx.array, memory: KV, run: Pass) -> mx.array:
-        if not _takes(layer, both.dtype):
+        if layer.looks_ahead(memory) or not _takes(layer, both.dtype):
             return super().attend_heads(layer, heads, both, memory, run)
         keys, values = memory.keys, memory.values
         if memory.eight_bits:
