@@ -1,6 +1,7 @@
 """The vision tower in checkpoints: found, converted, loaded if wanted, and refused with a reason."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from headstart.checkpoint import LoadPlan, load_model, read_layout
 from headstart.checkpoint.convert import convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
 from headstart.checkpoint.vision import find_tower
+from headstart.errors import CheckpointError
 from headstart.models.vision import VisionTower
+from towers import SHAPES, write_seeing
 from vision_models import write_with_tower
 
 
@@ -22,8 +25,10 @@ def tower_of(folder: Path) -> VisionTower[Any]:
     return tower
 
 
-def test_convert_keeps_it_in_half_precision(tmp_path: Path) -> None:
-    source = write_with_tower(tmp_path / "raw")
+@pytest.mark.parametrize("shape", ["qwen3_5", *SHAPES])
+def test_convert_keeps_it_in_half_precision(shape: str, tmp_path: Path) -> None:
+    write = write_with_tower if shape == "qwen3_5" else partial(write_seeing, shape=shape, dtype=mx.bfloat16)
+    source = write(tmp_path / "raw")
     plan = plan_conversion(read_layout(source), tmp_path / "new", Recipe(mx.bfloat16, bits=4))
     convert(plan)
     report = read_layout(tmp_path / "new").report()["vision"]
@@ -33,7 +38,8 @@ def test_convert_keeps_it_in_half_precision(tmp_path: Path) -> None:
     before, after = (dict(tree_flatten(tower_of(tmp_path / name).parameters())) for name in ("raw", "new"))
     assert before.keys() == after.keys()
     assert all(bool(mx.array_equal(before[name], after[name])) for name in before)
-    assert tower_of(tmp_path / "new").rules.patch == 4  # preprocessor_config.json is kept
+    rules = [tower_of(tmp_path / name).rules for name in ("raw", "new")]
+    assert rules[0] == rules[1] != type(rules[0])()  # preprocessor_config.json is kept
 
 
 def test_is_loaded_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,3 +77,31 @@ def test_unusable_towers_name_the_reason(tmp_path: Path) -> None:
         assert reason in str(find_tower(folder, changed).reason)
     text_only = {name: value for name, value in config.items() if name != "vision_config"}
     assert "text only" in str(find_tower(folder, text_only).reason)
+
+
+def test_inspect_shows_the_towers_of_other_families(tmp_path: Path) -> None:
+    for shape in ("gemma4_unified", "step3p7"):
+        folder = write_seeing(tmp_path / shape, shape)
+        shown = read_layout(folder).report()["vision"]
+        assert shown["available"]
+        assert shown["dtype"] == "float32"
+        assert shown["parameters"] == sum(array.size for _, array in tree_flatten(tower_of(folder).parameters()))
+        config = json.loads((folder / "config.json").read_text())
+        hidden = "mm_embed_dim" if shape == "gemma4_unified" else "hidden_size"
+        changed = {**config, "vision_config": {**config["vision_config"], hidden: 128}}
+        assert "has shape" in str(find_tower(folder, changed).reason)
+
+
+def test_what_images_need_and_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = write_seeing(tmp_path / "model", "step3p7")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    named = [each for each in tokenizer["added_tokens"] if each["content"] != "<patch_newline>"]
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": named}))
+    with pytest.raises(CheckpointError, match="no token <patch_newline>"):
+        load_model(folder, vision=True)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    for field, value, problem in (("patch_size", 12, "a field is wrong"), ("patch_size", 20, "not those of config")):
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (folder / "preprocessor_config.json").write_text(json.dumps({**processor, field: value}))
+        with pytest.raises(CheckpointError, match=problem):
+            load_model(folder, vision=True)

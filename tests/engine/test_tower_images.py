@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,12 +16,14 @@ from PIL import Image
 from gemma4 import write_assistant
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, insert_images
+from headstart.engine.batch import Batch
 from headstart.engine.images import SequenceImages
 from headstart.engine.slices import Slices
+from headstart.engine.step import prefill
 from headstart.errors import RequestError
 from headstart.images import read_image
 from headstart.models import Model
-from headstart.sampling import SamplingParams
+from headstart.sampling import SamplingParams, SequenceParams
 from headstart.state import PrefixCache
 from reference.pictures import IMAGE, TOWER_CASES, picture
 from towers import SHAPES, write_seeing
@@ -181,3 +184,39 @@ def test_prompts_that_do_not_place_images_are_refused() -> None:
     assert model.tower is not None
     with pytest.raises(RequestError, match="2 image placeholders, and there are 1"):
         insert_images([IMAGE, 4, IMAGE], [good.images[0].pixels], model.tower)
+
+
+@pytest.mark.parametrize("cut", [40, 45, 60])
+def test_every_module_of_a_head_reads_pictures(cut: int) -> None:
+    """Whatever the prompt is cut at: before a picture, in its first tokens, or within."""
+    model = loaded("step3p7")
+    asked = of_case(model, "two")
+    prompt, end = asked.prompt, len(asked.prompt) - 1
+    assert model.tower is not None
+    images = SequenceImages(asked.images, len(prompt), model.tower)
+    while not images.advance(model, 0, end):
+        pass
+    states = []
+    for ends in ([end], [cut, end]):
+        batch = Batch.of_one(model, prompt, SequenceParams(asked.params, 0, 0, 9), 3)
+        for begin, stop in pairwise([0, *ends]):
+            embeddings = images.embed(model, prompt, begin, stop, back=model.head_modules - 1)
+            tokens, following = mx.array([prompt[begin:stop]]), mx.array([prompt[stop]])
+            prefill(model, batch, tokens, following, embeddings)
+        states.append(batch.head_state)
+    whole, parts = states
+    assert whole is not None
+    assert parts is not None
+    final = end - model.head_modules  # pairs of all modules whose tokens are known
+    for one, other in zip(whole.kv_layers, parts.kv_layers, strict=True):
+        assert mx.array_equal(one.keys[:, :, :final], other.keys[:, :, :final])
+    embeddings = images.embed(model, prompt, 0, end)
+    assert embeddings is not None
+    trunk, state = model.make_state(1), model.make_head_state(1)
+    fed, tokens = model.trunk(mx.array([prompt[:-1]]), trunk, end, embeddings), mx.array([prompt[1:]])
+    for module in range(model.head_modules):
+        width = end - 1 - module
+        given = embeddings[:, module + 1 :][:, :width]
+        fed = model.head(fed[:, :width], tokens[:, module : module + width], state, module, embeddings=given)
+        held = whole.kv_layers[module].keys[:, :, :final], state.kv_layers[module].keys[:, :, :final]
+        assert mx.array_equal(*held)

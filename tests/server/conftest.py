@@ -1,6 +1,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from checkpoints import write
 from headstart.engine.step_time import time_steps
 from headstart.server.settings import Limits
 from headstart.server.workers import Workers
+from towers import write_seeing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +46,21 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose model sees, and which fetches pictures."""
     with running_with_tower(tmp_path_factory.mktemp("seeing"), limits=Limits(image_urls=True)) as here:
         yield here
+
+
+@pytest.fixture(scope="session")
+def seeing_gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model is a Gemma 4."""
+    write = partial(write_seeing, shape="gemma4_a4b")
+    with running_with_tower(tmp_path_factory.mktemp("gemma"), write) as here:
+        yield here
+
+
+@pytest.fixture(params=["seeing", "seeing_gemma"])
+def each_seeing(request: pytest.FixtureRequest) -> Running:
+    """Every server whose model sees."""
+    found: Running = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A real server of a tiny model that sees."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from vision_models import write_with_tower
 
 
 @contextmanager
-def running_with_tower(folder: Path, **options: Any) -> Iterator[Running]:
-    write_with_tower(folder)
+def running_with_tower(
+    folder: Path, write: Callable[[Path], Path] = write_with_tower, **options: Any
+) -> Iterator[Running]:
+    write(folder)
     model, tokenizer = load_model(folder, vision=True), load_tokenizer(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "tiny", lambda head, context: model)

@@ -56,8 +56,8 @@ def expected(seeing: Running, messages: list[dict[str, Any]], *images: bytes) ->
     return generate(seeing.served.model, tokenizer, prompt, max_tokens=12, images=images)
 
 
-def test_openai_client(seeing: Running) -> None:
-    client = seeing.openai()
+def test_openai_client(each_seeing: Running) -> None:
+    client = each_seeing.openai()
     parts = [openai_part(), {"type": "text", "text": "and"}, openai_part(OTHER, "image/jpeg", detail="high")]
     answer = client.chat.completions.create(**chat(*parts))
     content = [
@@ -66,7 +66,7 @@ def test_openai_client(seeing: Running) -> None:
         {"type": "image"},
         {"type": "text", "text": QUESTION},
     ]
-    wanted = expected(seeing, [{"role": "user", "content": content}], PNG, OTHER)
+    wanted = expected(each_seeing, [{"role": "user", "content": content}], PNG, OTHER)
     assert answer.choices[0].message.content == wanted
     streamed = client.chat.completions.create(**chat(*parts), stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == wanted
@@ -74,8 +74,8 @@ def test_openai_client(seeing: Running) -> None:
     assert answer.usage.prompt_tokens > 2 * 16
 
 
-def test_anthropic_client_and_tool_results(seeing: Running) -> None:
-    client = seeing.anthropic()
+def test_anthropic_client_and_tool_results(each_seeing: Running) -> None:
+    client = each_seeing.anthropic()
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [anthropic_part(OTHER, "image/jpeg")]}
@@ -94,12 +94,12 @@ def test_anthropic_client_and_tool_results(seeing: Running) -> None:
     assert answer.usage.input_tokens > client.messages.create(**without).usage.input_tokens + 16
 
 
-def test_responses_keep_pictures(seeing: Running) -> None:
-    client = seeing.openai()
+def test_responses_keep_pictures(each_seeing: Running) -> None:
+    client = each_seeing.openai()
     content: Any = [{"type": "input_image", "image_url": url()}, {"type": "input_text", "text": QUESTION}]
     answer = client.responses.create(model="tiny", input=[{"role": "user", "content": content}], max_output_tokens=12)
     wanted = expected(
-        seeing, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}], PNG
+        each_seeing, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}], PNG
     )
     assert answer.output_text == wanted
     again = client.responses.create(model="tiny", input="Sure?", previous_response_id=answer.id, max_output_tokens=12)
@@ -160,6 +160,13 @@ def test_bad_pictures_are_named(seeing: Running, part: dict[str, Any], problem: 
     assert "object at 0x" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("part", "problem"), [BAD[0], BAD[4], BAD[6], BAD[10]], ids=["broken", "large", "type", "long"]
+)
+def test_bad_pictures_are_named_by_other_models(seeing_gemma: Running, part: dict[str, Any], problem: str) -> None:
+    test_bad_pictures_are_named(seeing_gemma, part, problem)
+
+
 def test_bad_pictures_of_other_apis_are_named(seeing: Running) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": [anthropic_part(PNG, "image/webp")]}
     items = [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "file_id": "x"}]}]
@@ -192,9 +199,9 @@ def test_urls_are_fetched_only_where_that_is_allowed(seeing: Running, monkeypatc
     assert answers[0].content == answers[1].content
 
 
-def test_too_many_pictures(seeing: Running) -> None:
+def test_too_many_pictures(each_seeing: Running) -> None:
     tiny = encoded(picture(8, 8))
-    with seeing.http() as client:
+    with each_seeing.http() as client:
         answer = client.post("/v1/chat/completions", json=chat(*[openai_part(tiny)] * 100))
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == f"messages[0].content[{MAX_IMAGES}]"

@@ -35,7 +35,7 @@ from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_we
 from .hub import resolve, resolve_head
 from .layout import Layout, read_layout
 from .names import Names, is_head
-from .parameters import Stored, parameter_shapes
+from .parameters import Stored, compute_constants, parameter_shapes
 from .read import EXPERTS_BY_TOKEN, LazyFiles, check_experts, read_parameter
 from .vision import StoredTower, empty_tower, find_tower, read_tower
 from .wrapped import compute_wrapped, read_wrapped, refuse_for_wrapped
@@ -240,6 +240,7 @@ def _read(plan: LoadPlan, part: ModelPart | None, progress: Callable[[float], No
         _read_weights(plan, part, progress)
     if plan.drafter is not None:
         read_drafter_weights(plan.drafter, plan.dtype)
+        compute_constants(plan.drafter.drafter.weights)
         model.backend.prepare(plan.drafter.drafter.weights, model.dtype)
     if model.tower is not None:
         read_tower(model.tower, plan.tower, tower_dtype(plan.dtype, layout.dtype))
@@ -268,6 +269,7 @@ def _read_weights(plan: LoadPlan, part: ModelPart | None, progress: Callable[[fl
         del array
         mx.clear_cache()
         progress(number / len(names))
+    compute_constants(model.weights)
 
 
 def _has_experts(config: dict[str, Any]) -> bool:

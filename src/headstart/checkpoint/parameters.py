@@ -65,6 +65,12 @@ def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in flat}
 
 
+def compute_constants(weights: nn.Module) -> None:
+    """Compute what modules hold beside their parameters, as frequencies: no other thread could."""
+    held = [item for module in weights.modules() for item in module.items()]
+    mx.eval([value for name, value in held if name.startswith("_") and isinstance(value, mx.array)])
+
+
 def find_parameters(headers: list[Header], names: Names, *, head: bool, sidecar: bool = False) -> Stored:
     """Return the parameters of the trunk, or of the head, in these files.
 

@@ -174,9 +174,11 @@ class SequenceImages:
         mx.eval(self._last)
         return False
 
-    def embed(self, model: Model, tokens: Sequence[int], begin: int, end: int) -> mx.array | None:
-        """Return the embeddings [1, W, H] of the tokens from `begin` to `end`; None if there is no image in them."""
-        within = self._within(begin, end)
+    def embed(self, model: Model, tokens: Sequence[int], begin: int, end: int, *, back: int = 0) -> mx.array | None:
+        """Return the embeddings [1, W, H] of the tokens from `begin` to `end` and up to `back` before them; None if
+        there is no image in them. Of one before them that the prefix cache holds they are the placeholders' own."""
+        begin = max(begin - back, 0)
+        within = [n for n in self._within(begin, end) if n in self._embeddings]
         if not within:
             return None
         x = model.embed(mx.array([tokens[begin:end]], mx.int32))

@@ -129,7 +129,7 @@ def _read(
     given = tokens[begin:end]
     if images is not None:
         images.place(sequence.batch, begin, end)
-        embeddings = images.embed(model, tokens, begin, end)
+        embeddings = images.embed(model, tokens, begin, end, back=model.head_modules - 1 if model.has_head else 0)
         given = images.looked_up(tokens, begin, end)
     read, following = mx.array([given], mx.int32), mx.array([tokens[end]], mx.int32)
     kept = yield from prefill_by_layers(

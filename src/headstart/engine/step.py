@@ -107,10 +107,12 @@ def prefill_by_layers(
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
-    `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image.
+    `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image, and of some tokens before it,
+    whose pairs heads of several modules read again.
     """
     width = tokens.shape[1]
-    hidden = own = yield from model.by_layers(tokens, batch.trunk_state, width, embeddings, keep)
+    shown = None if embeddings is None else embeddings[:, -width:]
+    hidden = own = yield from model.by_layers(tokens, batch.trunk_state, width, shown, keep)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -119,7 +121,7 @@ def prefill_by_layers(
         inside = tokens.shape[1] - 1  # pairs whose token lies in the chunk
         if inside:
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
-            see_pairs(model, batch, None if embeddings is None else embeddings[:, width - inside :])
+            see_pairs(model, batch, None if embeddings is None else embeddings[:, -inside:])
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
     if keep is None:
         return None

@@ -59,7 +59,7 @@ def chain_drafts(
     Every module has a KV cache of its own and sees every pair: module j the token that is j further on, and the
     hidden state that module j - 1 made of the same position, or the trunk's. Tokens after the last committed one are
     drafts, so the last pairs of all modules but the first are not final: they are to be run again with the next ones.
-    `embeddings` [B, T, H] take the place of the pairs' tokens; several modules do without: their drafts are worse.
+    `embeddings` [B, T, H] take the place of the pairs' tokens.
     """
     drafts, fed = mx.zeros((last.shape[0], 0), mx.int32), pairs.hidden
     hidden = mx.zeros((last.shape[0], 1, head.hidden_size), fed.dtype)  # without pairs any draft will do
@@ -68,7 +68,8 @@ def chain_drafts(
         if pairs.width:
             chains = head.chained and module < final
             tokens, at = pairs.following(drafts, module), None if chains else last
-            hidden = head.run(state, fed, tokens, module, at, None if final else embeddings)
+            given = None if embeddings is None else mx.pad(embeddings[:, module:], [(0, 0), (0, module), (0, 0)])
+            hidden = head.run(state, fed, tokens, module, at, given)
             fed, hidden = (hidden, at_last(hidden, last)) if chains else (fed, hidden)
         if draw is not None:
             drafts = draw(hidden, module)
