@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+import gemma4
 from checkpoints import save
 from reference.pictures import END, IMAGE, START
 from vision_models import add_tower
@@ -47,7 +48,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4_a4b": ("gemma4_a4b", WHOLE, {"standardize": True}),
     "gemma4_unified": ("gemma4_unified", WHOLE, {}),
     "step3p7": ("step3p7", {}, {}),
-}
+    **{name: (family, {**fields, **(WHOLE if name == "gemma4_31b" else {})}, {})
+       for name, (family, fields) in gemma4.MORE.items()},
+}  # fmt: skip
+LIKE_OTHERS = tuple(gemma4.MORE)  # whose tests are slow ones
 
 
 def write_seeing(folder: Path, shape: str, dtype: mx.Dtype = mx.float32, **changed: Any) -> Path:

@@ -9,13 +9,14 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from checkpoints import save
 from headstart.checkpoint import LoadPlan, load_model, read_layout
 from headstart.checkpoint.convert import convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
 from headstart.checkpoint.vision import find_tower
 from headstart.errors import CheckpointError
 from headstart.models.vision import VisionTower
-from towers import SHAPES, write_seeing
+from towers import write_seeing
 from vision_models import write_with_tower
 
 
@@ -25,7 +26,7 @@ def tower_of(folder: Path) -> VisionTower[Any]:
     return tower
 
 
-@pytest.mark.parametrize("shape", ["qwen3_5", *SHAPES])
+@pytest.mark.parametrize("shape", ["qwen3_5", "gemma4_e2b", "gemma4_a4b", "gemma4_unified", "step3p7"])
 def test_convert_keeps_it_in_half_precision(shape: str, tmp_path: Path) -> None:
     write = write_with_tower if shape == "qwen3_5" else partial(write_seeing, shape=shape, dtype=mx.bfloat16)
     source = write(tmp_path / "raw")
@@ -105,3 +106,24 @@ def test_what_images_need_and_is_not_there_is_named(tmp_path: Path) -> None:
         (folder / "preprocessor_config.json").write_text(json.dumps({**processor, field: value}))
         with pytest.raises(CheckpointError, match=problem):
             load_model(folder, vision=True)
+
+
+def test_conversions_of_mlx_vlm_are_the_same_tower(tmp_path: Path) -> None:
+    folder = write_seeing(tmp_path / "model", "step3p7")
+    expected = dict(tree_flatten(tower_of(folder).parameters()))
+    arrays = mx.load(str(folder / "model-visual.safetensors"))
+    assert isinstance(arrays, dict)
+    renamed = {
+        name.replace(".resblocks.", ".").replace("in_proj_", "in_proj."): array.moveaxis(1, -1)
+        if array.ndim == 4
+        else array
+        for name, array in arrays.items()
+    }
+    save(folder / "model-visual.safetensors", renamed, {"format": "mlx"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    kept = {name: file for name, file in index["weight_map"].items() if name not in arrays}
+    index["weight_map"] = kept | dict.fromkeys(renamed, "model-visual.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = dict(tree_flatten(tower_of(folder).parameters()))
+    assert found.keys() == expected.keys()
+    assert all(bool(mx.array_equal(expected[name], found[name])) for name in expected)

@@ -21,10 +21,11 @@ from headstart.models import Model
 from headstart.models.vision import VisionTower
 from headstart.sampling import SamplingParams
 from reference.pictures import IMAGE, MODES, TOWER_CASES, picture
-from towers import SHAPES, write_seeing
+from towers import LIKE_OTHERS, SHAPES, write_seeing
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference/towers.json").read_text())
 NEAR = 1e-4  # of the spread
+EVERY = [pytest.param(shape, marks=pytest.mark.slow) if shape in LIKE_OTHERS else shape for shape in SHAPES]
 
 
 @lru_cache
@@ -56,7 +57,7 @@ def shown(shape: str, case: str) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EVERY)
 def test_pixels_are_nearly_those_of_transformers(shape: str) -> None:
     """Those of its processors that use Pillow are the same; torchvision rounds some to the next level."""
     count = size = most = 0
@@ -77,7 +78,7 @@ def test_pixels_of_every_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize("case", TOWER_CASES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EVERY)
 def test_embeddings_logits_and_text_of_transformers(shape: str, case: str) -> None:
     model, tower, recorded = loaded(shape), tower_of(shape), RECORDED[shape]["cases"][case]
     pixels = shown(shape, case)

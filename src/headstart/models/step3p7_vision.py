@@ -100,7 +100,10 @@ class Views(nn.Module):
 
 
 class StepTower(VisionTower[StepRules]):
-    renamed = ((r"\.in_proj_(weight|bias)$", r".in_proj.\1"),)
+    renamed = (
+        (r"\.in_proj_(weight|bias)$", r".in_proj.\1"),
+        (r"^(vision_model\.transformer)\.(\d+)\.", r"\1.resblocks.\2."),  # as in mlx-vlm
+    )
 
     def __init__(self, config: dict[str, Any], rules: StepRules, token_id: TokenId):
         spec = TowerSpec(int(config.get("image_token_id", IMAGE)), int(config["text_config"]["hidden_size"]))
