@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 WEIGHTS_SHARE = 0.8  # of the memory that is free; the rest is for prompts and steps
 RELEASED_BITS = 16  # of a parameter in the makers' release
 SCALE_BITS = 0.5  # per parameter: a scale and a bias of 16 bits for a group of 64
-SUFFIXES = {"M": 1e6, "B": 1e9}
+SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def recommend_command(

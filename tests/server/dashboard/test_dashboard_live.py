@@ -48,8 +48,8 @@ def load(server: Running, requests: int) -> None:
     def ask(depth: int | str) -> None:
         create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60, "num_draft_tokens": depth})
 
-    first = 3 if server.served.model.has_head else "auto"
-    threads = [threading.Thread(target=ask, args=("auto" if i else first,)) for i in range(requests)]
+    first, other = (3, "auto") if server.served.model.has_head else (0, 0)  # "auto" would copy from the prompt
+    threads = [threading.Thread(target=ask, args=(other if i else first,)) for i in range(requests)]
     for thread in threads:
         thread.start()
     for thread in threads:

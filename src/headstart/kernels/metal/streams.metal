@@ -1,10 +1,11 @@
 // What a hyper-connection makes of its products: one thread per row of (2 + S) S of them.
+// MLX passes an array of fewer than eight numbers, as the three of `scale`, as a constant.
 
 namespace headstart {
 
 template <int S>
 inline void stream_weights(
-    const device float* products, const device float* scale, const device float* base, int iterations, float eps,
+    const device float* products, const constant float* scale, const device float* base, int iterations, float eps,
     device float* mean, device float* shares, device float* mixture, int row) {
   const device float* from = products + row * (2 + S) * S;
   for (int s = 0; s < S; ++s) {
