@@ -31,6 +31,7 @@ NAMES = {
     mx.float16: "__half",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
+    mx.bool_: "bool",
 }
 
 

@@ -8,15 +8,14 @@ import cuda_on_cpu
 import mlx.core as mx
 import numpy as np
 import pytest
+from sampled import steps_of
 
-from fixtures import batch_of, builtin_model, random_model, random_prompt
+from fixtures import builtin_model, random_model
 from headstart.engine.invariance import is_batch_invariant
-from headstart.engine.step import step
 from headstart.kernels import Backend, graph
 from headstart.kernels.cuda import greedy
 from headstart.kernels.cuda import sampling as kernels
 from headstart.kernels.cuda import steps as cuda_steps
-from headstart.models import Model
 from headstart.sampling import (
     BatchContext,
     Controls,
@@ -27,7 +26,7 @@ from headstart.sampling import (
     controls,
 )
 from headstart.sampling.distribution import sampling_distribution
-from headstart.sampling.noise import Purpose
+from headstart.sampling.noise import Purpose, uniform
 
 NAN, INF = float("nan"), float("inf")
 V = 8 * 150
@@ -44,6 +43,15 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 1e-6, "top_k": 5},
     {"temperature": 0.9, "top_k": V - 1, "min_p": 1e-3, "top_p": 0.97},
     {"temperature": 0.9, "top_k": 3, "accept": "ratio"},
+]
+EXCLUDES: dict[str, Any] = {"temperature": 0.8, "xtc_probability": 0.9, "xtc_threshold": 0.02}
+XTC: list[dict[str, Any]] = [
+    EXCLUDES,
+    {**EXCLUDES, "top_k": 6, "seed": 5},
+    {**EXCLUDES, "top_p": 0.9, "xtc_special_tokens": tuple(range(0, V, 3))},
+    {**EXCLUDES, "min_p": 0.03, "top_k": 2, "xtc_special_tokens": tuple(range(0, V, 2))},
+    {**EXCLUDES, "xtc_threshold": 0.0, "top_p": 0.8},
+    {**EXCLUDES, "xtc_probability": 1.0, "xtc_threshold": 0.3, "min_p": 1e-3, "min_tokens_to_keep": 3},
 ]
 
 
@@ -64,27 +72,31 @@ def random_logits(shape: tuple[int, ...], seed: int, spread: float = 3.0) -> mx.
     return mx.array(spread * np.random.default_rng(seed).normal(size=shape), mx.float32)
 
 
-def drawn_from(logits: mx.array, cuts: mx.array, temperature: mx.array) -> np.ndarray:
+def drawn_from(logits: mx.array, cuts: mx.array, rows: Controls) -> np.ndarray:
     """The probabilities [B, W, V] that `cuts` describe."""
-    x, (high, low, total, only) = np.array(logits, np.float32) + 0, np.moveaxis(np.array(cuts), -1, 0)[..., None]
-    assert (only == -1).all()
+    x, parts = np.array(logits, np.float32) + 0, np.moveaxis(np.array(cuts), -1, 0)[..., None]
+    assert (parts[5] == -1).all()
     bits = x.view(np.uint32)
-    key = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF)
-    high, low = high.view(np.uint32), low.view(np.uint32)
-    kept = (key < high) | ((key == high) & (np.arange(x.shape[-1]) <= low))
-    scores = x / np.where(np.array(temperature) == 0, 1, np.array(temperature))
-    return np.where(kept, np.exp(scores - total.view(np.float32)), 0)
+    key = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF).astype(np.uint64)
+    code, ends = key << 32 | np.arange(x.shape[-1], dtype=np.uint64), parts[:4].view(np.uint32).astype(np.uint64)
+    first, last = ends[0] << 32 | ends[1], ends[2] << 32 | ends[3]
+    special = False if rows.xtc is None else (np.arange(x.shape[-1])[:, None] == np.array(rows.xtc.special)).any(-1)
+    kept = (code <= last) & ((code >= first) | special)
+    temperature, total = np.array(rows.temperature), parts[4].view(np.float32)
+    scores = x / np.where(temperature == 0, 1, temperature)
+    return np.where(kept, np.exp(scores - total), 0)
 
 
 def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels.Draws:
     """Hold tokens and distributions against the stock operations'."""
     B, W, _ = logits.shape
     lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
-    found = kernels.launch_draw(logits, Sampler(*rows.packed, lengths, rounds, rows.truncates), ahead)
-    expected = sampling_distribution(logits.astype(mx.float32), rows, None)
-    purpose = Purpose.NEXT if ahead is None else Purpose.DRAFT
-    keys = rows.noise_keys(rounds, lengths[:, None] + 1 + (ahead or 0) + mx.arange(W))[purpose]
-    made = drawn_from(logits.astype(mx.float32), found.cuts, rows.temperature)
+    sampler = Sampler(*rows.packed, lengths, rounds, rows.truncates, *(rows.xtc or ()))
+    found = kernels.launch_draw(logits, sampler, ahead)
+    keys = rows.noise_keys(rounds, lengths[:, None] + 1 + (ahead or 0) + mx.arange(W))
+    expected = sampling_distribution(logits.astype(mx.float32), rows, uniform(keys[Purpose.XTC]))
+    keys = keys[Purpose.NEXT if ahead is None else Purpose.DRAFT]
+    made = drawn_from(logits.astype(mx.float32), found.cuts, rows)
     assert (np.array(found.finite) == 1).all()
     assert ((made > 1e-30) == np.array(expected.dense(V) > 1e-30)).all()
     assert np.abs(made - np.array(expected.dense(V))).max() < 2e-5
@@ -94,9 +106,10 @@ def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, pytest.param(mx.float16, marks=pytest.mark.slow)])
 def test_tokens_and_distributions_are_those_of_stock_operations(dtype: mx.Dtype) -> None:
-    logits = random_logits((len(PARAMS), 3, V), 0).astype(dtype)
-    check(logits, ruled(PARAMS))
-    check(logits[:, 1:2], ruled(PARAMS), ahead=4)
+    params = [*PARAMS, *XTC]
+    logits = random_logits((len(params), 3, V), 0).astype(dtype)
+    check(logits, ruled(params))
+    check(logits[:, 1:2], ruled(params), ahead=4)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.3, 40.0])
@@ -200,20 +213,6 @@ def test_drafts_are_verified_as_by_stock_operations(k: int, way: str, monkeypatc
     assert len(set(expected[1])) > 1
 
 
-def steps(model: Model, params: list[dict[str, Any]], ks: list[int]) -> list[list[list[int]]]:
-    """What steps with these numbers of drafts generate."""
-    batch = batch_of(model, *[random_prompt(model, 5 + 3 * row, row) for row in range(len(params))], k=3)
-    batch._set_params([SequenceParams(SamplingParams(**each), 7, 0, 100) for each in params], model)
-    batch.counts = mx.zeros((len(params), model.vocabulary))
-    made = []
-    for k in ks:
-        done = step(model, batch, k)
-        assert done.verdict.finite.tolist() == [1] * len(params)
-        pairs = zip(done.verdict.tokens.tolist(), done.verdict.accepted.tolist(), strict=True)
-        made.append([tokens[: n + 1] for tokens, n in pairs])
-    return made
-
-
 COLD = {"temperature": 0.4, "top_k": 20, "top_p": 0.95}
 BATCHES = {
     "ratio": [COLD, {"temperature": 0.3}],
@@ -221,37 +220,20 @@ BATCHES = {
     "penalties": [{**COLD, "seed": 1}, {**COLD, "presence_penalty": 0.5}],
     "sigma": [{**COLD, "seed": 1}, {"temperature": 0.8, "top_n_sigma": 1.5}, {}],
     "xtc": [{**COLD, "seed": 1}, {**COLD, "xtc_probability": 0.5}, {**COLD, "accept": "optimistic"}],
+    "greedy": [{"repetition_penalty": 1.1, "logprobs": True, "top_logprobs": 3}, {}],
 }
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_step_generates_the_same_as_with_stock_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ks = builtin_model(dtype=mx.bfloat16), [3, 0, 2, 3]
-    expected = steps(model, BATCHES[name], ks)
+    expected = steps_of(model, BATCHES[name], ks)
     monkeypatch.setattr(graph, "OFTEN", 10)  # kernels run while they are described
-    if name in ("ratio", "coupled"):
+    if name != "sigma":  # which MLX's operations apply
         monkeypatch.setattr(cuda_steps.CudaSteps, "propose", None)  # all drafts come from one graph
-        monkeypatch.setattr(Backend, "choose", None)
-    assert steps(cuda_on_cpu.steps_on_cpu(model), BATCHES[name], ks) == expected
+    monkeypatch.setattr(Backend, "choose", None)
+    assert steps_of(cuda_on_cpu.steps_on_cpu(model), BATCHES[name], ks) == expected
     assert max(len(tokens) for made in expected for tokens in made) > 2  # drafts were accepted
-
-
-def test_a_kernel_draws_for_all_but_xtc_whatever_the_neighbours_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seeded text would depend on its neighbours otherwise, in the last bit of its noise."""
-    five = kernels.Draws(*[mx.array([[5]] * 3)] * 2, mx.zeros((3, 1, 4), mx.int32), mx.zeros((1,)))
-    monkeypatch.setattr(cuda_steps, "launch_draw", lambda *given: five)
-    backend = cuda_steps.CudaSteps()
-    other, at = mx.where(mx.arange(FEW) == 9, 99.0, 0.0) + mx.zeros((3, 1, FEW)), mx.array([3, 3, 3])
-    for neighbour, drawn in (({"xtc_probability": 0.5}, 9), ({"accept": "optimistic"}, 5), ({"top_k": 3}, 5)):
-        params = [{"temperature": 1.0, "seed": 3}, {}, {"temperature": 1.0, **neighbour}]
-        context = BatchContext(ruled(params, FEW), at, at, mx.zeros((3, 0), mx.int32), at)
-        drafts = backend.propose(other, Proposal.none(3), context)
-        assert drafts.tokens.tolist() == [[5], [5], [drawn]]
-        if not context.controls.kernels_suffice:
-            window, most = mx.concatenate([drafts.tokens, drafts.tokens], axis=1), mx.array([1, 1, 1])
-            choice = backend.choose(other[:, [0, 0]], window, drafts, most, context)
-            assert choice.tokens[:, 0].tolist() == [5, 5, drawn]
-            assert Backend().accept(choice, window, most, context).accepted.tolist() == [1, 1, 1]
 
 
 def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +247,9 @@ def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) 
         return launch
 
     monkeypatch.setattr(kernels, "cuda_kernel", described_only)
-    for kernel in ("_survey_kernel", "_cut_kernel", "_draw_kernel", "_ratio_kernel"):
+    for kernel in [
+        name for name in vars(kernels) if name.endswith("_kernel") and name[0] == "_" and name != "_kernel"
+    ]:
         monkeypatch.setattr(kernels, kernel, getattr(kernels, kernel).__wrapped__)
     model = random_model("dense")
     monkeypatch.setattr(
@@ -273,4 +257,5 @@ def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(type(model.backend), "is_shown", lambda *_: False)
     is_batch_invariant(replace(model))  # not one that was measured before
-    assert described == ["survey_rows", "cut_rows", "draw_tokens", "verify_by_ratio"]
+    drawn = ["cut_rows", "draw_tokens", "verify_by_ratio"]
+    assert described == ["survey_rows", *drawn, "change_rows", *drawn, "score_parts", "merge_scores"]

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from ..models import Model
 from ..models.passes import finish
-from ..sampling import GrammarMasks, Logprobs, Proposal, SamplingParams, SequenceParams, Verdict, logprobs
+from ..sampling import GrammarMasks, Logprobs, Proposal, SamplingParams, SequenceParams, Verdict
 from ..state import CHUNK, UnseenPairs
 from ..state.snapshot import Snapshot, take_snapshot
 from .batch import Batch
@@ -84,7 +84,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     batch.commit(hidden, verdict)
 
     top = batch.controls.top_logprobs
-    scores = logprobs(logits, verdict.tokens, top) if top is not None else None
+    scores = backend.logprobs(logits, verdict.tokens, top) if top is not None else None
     return StepResult(verdict, _zeros(batch.size), logits, scores)
 
 

@@ -167,8 +167,9 @@ class Remembering(Backend):
         """Return the arrays that decide a draft, none where it is the argmax; None where arrays do not suffice."""
         return () if context.controls.argmax_only else None
 
-    def draw_packed(self, logits: mx.array, sampler: tuple[Any, ...], draft: int) -> tuple[mx.array, mx.array]:
-        """Return a draft [B, 1] that is drawn from logits [B, 1, V], and how, to be part of its source."""
+    def draw_packed(self, logits: mx.array, sampler: tuple[Any, ...], drafts: list[mx.array]) -> list[mx.array]:
+        """Return a draft [B, 1] after others that is drawn from logits [B, 1, V], and to be part of its source: how,
+        and the logits as they were changed."""
         raise NotImplementedError("drafts are the argmax only")
 
     def join_draws(self, draws: list[mx.array]) -> mx.array:
@@ -194,8 +195,8 @@ class Remembering(Backend):
 
         def draw(hidden: mx.array, module: int) -> mx.array:
             if sampler:
-                rows.append(head.logits(hidden, module))
-                token, how = self.draw_packed(rows[-1], sampler, len(drafts))
+                token, how, logits = self.draw_packed(head.logits(hidden, module), sampler, drafts)
+                rows.append(logits)
                 draws.append(how)
             else:
                 logits, ids = head.scores(hidden, module)

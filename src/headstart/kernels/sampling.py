@@ -6,7 +6,17 @@ block verification (`_by_ratio`), or the optimistic rule, which accepts every dr
 
 import mlx.core as mx
 
-from ..sampling import AcceptResult, BatchContext, Choice, Controls, Proposal, Verdict, allowed_drafts
+from ..sampling import (
+    AcceptResult,
+    BatchContext,
+    Choice,
+    Controls,
+    Logprobs,
+    Proposal,
+    Verdict,
+    allowed_drafts,
+    logprobs,
+)
 from ..sampling.accept import accept_coupled, accept_first, block_acceptance, longest_accepted, residual_distribution
 from ..sampling.distribution import Distribution, gumbel_argmax, process_logits, sampling_distribution
 from ..sampling.noise import Purpose, uniform
@@ -84,7 +94,7 @@ class SamplingSteps:
         tokens, target = self.draw(logits, context, Purpose.NEXT, 0)
         most = allowed
         if "optimistic" in controls.rules:
-            accepted = allowed if permitted is None else mx.minimum(allowed, _count_permitted(drafts, permitted))
+            accepted = allowed if permitted is None else mx.minimum(allowed, count_permitted(drafts, permitted))
             next_token = mx.take_along_axis(tokens, accepted[:, None], axis=1).squeeze(1)
             result = accept_first(drafts, accepted, next_token)
             tokens = mx.where(controls.optimistic[:, None], result.tokens, tokens)
@@ -109,6 +119,10 @@ class SamplingSteps:
         after = lengths + generated, context.remaining - generated, context.rounds + 1
         decided = accepted, allowed, finite.all(axis=1).astype(mx.int32), generated, result.next
         return Verdict(choice.tokens, *decided, *after, places)
+
+    def logprobs(self, logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
+        """Return the log-probabilities of `tokens` [B, W] and of the `top` best tokens under logits [B, W, V]."""
+        return logprobs(logits, tokens, top)
 
     def draw(
         self, logits: mx.array, context: BatchContext, purpose: Purpose, first: int
@@ -183,7 +197,7 @@ def _window_counts(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.arr
     return window.at[rows, columns, drafts[:, None]].add(mx.broadcast_to(before, (B, W, k)))
 
 
-def _count_permitted(drafts: mx.array, permitted: mx.array) -> mx.array:
+def count_permitted(drafts: mx.array, permitted: mx.array) -> mx.array:
     """Return how many drafts come before the first one that a grammar forbids, [B]."""
     each = mx.take_along_axis(permitted[:, : drafts.shape[1]], drafts[..., None], axis=-1).squeeze(-1)
     return mx.cumprod(each.astype(mx.int32), axis=1).sum(axis=1)

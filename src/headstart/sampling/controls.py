@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
@@ -47,6 +48,16 @@ class MinTokens(NamedTuple):
     free_at: mx.array  # [B, 1]
 
 
+class Changes(NamedTuple):
+    """What changes logits, as kernels take it; None what no sequence uses."""
+
+    penalties: mx.array | None = None  # [B, 8]: strength and context size of each `Penalty`, then a `CountPenalty`'s
+    bias_ids: mx.array | None = None  # [B, M]
+    bias: mx.array | None = None  # [B, M]
+    stop_ids: mx.array | None = None  # [B, S]
+    free_at: mx.array | None = None  # [B, 1]
+
+
 class Xtc(NamedTuple):
     probability: mx.array  # [B, 1, 1]
     threshold: mx.array  # [B, 1, 1]
@@ -87,10 +98,23 @@ class Controls:
         removes = self.min_tokens is not None or self.top_n_sigma is not None
         return self.bias is not None or penalties or removes
 
-    @property
-    def kernels_suffice(self) -> bool:
-        """Return whether kernels can do all that sequences need: they know neither XTC nor the optimistic rule."""
-        return self.xtc is None and "optimistic" not in self.rules
+    @cached_property
+    def changes(self) -> Changes:
+        """Return what changes logits, as kernels take it."""
+        penalties = None
+        if self.penalties or self.count_penalty is not None:
+            zero = mx.zeros_like(self.temperature)
+            each = {"repetition": (zero + 1, zero), "presence": (zero, zero), "frequency": (zero, zero)}
+            each |= {penalty.kind: (penalty.strength, penalty.context_size) for penalty in self.penalties}
+            columns = [*(array for pair in each.values() for array in pair), *(self.count_penalty or (zero, zero))]
+            penalties = mx.concatenate(columns, axis=1).squeeze(2)
+        bias = (None, None) if self.bias is None else (self.bias.ids.squeeze(1), self.bias.values.squeeze(1))
+        stops = (
+            (None, None)
+            if self.min_tokens is None
+            else (self.min_tokens.stop_ids.squeeze(1), self.min_tokens.free_at)
+        )
+        return Changes(penalties, *bias, *stops)
 
     @property
     def argmax_only(self) -> bool:

@@ -12,14 +12,38 @@ Source = tuple[mx.array, ...]  # what drafts were drawn from, as the backend has
 
 
 class Sampler(NamedTuple):
-    """How every sequence samples, what keys its noise, and where it is: all that kernels need but for what changes
-    logits, XTC and the optimistic rule."""
+    """How every sequence samples, what keys its noise, and where it is: all that kernels need, as the inputs of a
+    remembered pass."""
 
     params: mx.array  # [B, 5] float32: temperature, top_k, top_p, log(min_p), min_keep
     words: mx.array  # [B, 6] uint32: two words of its keys, 1 under the ratio rule, words of three purposes
     lengths: mx.array  # [B], index of its last token
     rounds: mx.array  # [B]
-    truncates: bool  # a sequence uses top_k, top_p or min_p
+    truncates: bool  # a sequence uses top_k, top_p, min_p or XTC
+    # XTC, None where no sequence uses it: probability and threshold [B, 1, 1], tokens that it keeps [B, 1, 1, S].
+    xtc_probability: mx.array | None = None
+    xtc_threshold: mx.array | None = None
+    xtc_special: mx.array | None = None
+    # What changes logits, as `Changes` has it, and the text that it looks at.
+    penalties: mx.array | None = None
+    bias_ids: mx.array | None = None
+    bias: mx.array | None = None
+    stop_ids: mx.array | None = None
+    free_at: mx.array | None = None
+    recent: mx.array | None = None  # as in `BatchContext`, like the next two
+    remaining: mx.array | None = None
+    counts: mx.array | None = None
+
+    @property
+    def adjusts(self) -> bool:
+        """Return whether a sequence changes its logits before sampling."""
+        return self.remaining is not None
+
+    @property
+    def of_changed(self) -> "Sampler":
+        """Return how to sample from logits that are changed already."""
+        xtc = self.xtc_probability, self.xtc_threshold, self.xtc_special
+        return Sampler(self.params, self.words, self.lengths, self.rounds, self.truncates, *xtc)
 
 
 class BatchContext(NamedTuple):
@@ -35,7 +59,12 @@ class BatchContext(NamedTuple):
 
     @property
     def sampler(self) -> Sampler:
-        return Sampler(*self.controls.packed, self.lengths, self.rounds, self.controls.truncates)
+        controls = self.controls
+        made = Sampler(*controls.packed, self.lengths, self.rounds, controls.truncates, *(controls.xtc or ()))
+        if not controls.adjusts:
+            return made
+        made = made._replace(recent=self.recent, remaining=self.remaining, counts=self.counts)
+        return made._replace(**controls.changes._asdict())
 
     def keys(self, purpose: Purpose, first: int, count: int) -> Keys:
         """Return keys [B, count] for the positions `first` after the next token's."""

@@ -78,9 +78,8 @@ class Sampled(Backend):
 
 
 def _sampling(context: BatchContext) -> list[mx.array]:
-    params, words, lengths, rounds, _ = context.sampler
     xtc = context.controls.xtc
-    return [params, words, lengths, rounds, *(() if xtc is None else xtc)]
+    return [*context.sampler[:4], *(() if xtc is None else xtc)]
 
 
 def _taken(logits: mx.array) -> mx.array:

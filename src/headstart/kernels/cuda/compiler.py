@@ -40,6 +40,7 @@ TYPES = {  # in CUDA, and in the name of a kernel
     mx.float32: ("float", "float"),
     mx.int32: ("int32_t", "int32_t"),
     mx.uint32: ("uint32_t", "uint32_t"),
+    mx.bool_: ("bool", "bool"),
 }
 # In place of MLX's headers, of which our kernels use these declarations alone.
 HEADERS = {

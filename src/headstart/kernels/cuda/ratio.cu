@@ -1,21 +1,22 @@
-// Verification of drafts by the ratio rule, from rows of logits and where they end.
+// Verification of drafts by the ratio rule, from rows of logits and where they begin and end.
 
 namespace headstart {
 
-__device__ __forceinline__ float probability(const Cut& cut, float x, int id, float temperature) {
-  if (x == -INFINITY || code(x, id) > (Wide(cut.high) << 32 | cut.low)) return 0;
+__device__ __forceinline__ float probability(const Cut& cut, float x, int id, float temperature, const Xtc& xtc, int b) {
+  const Wide own = code(x, id);
+  if (x == -INFINITY || own > cut.last() || (own < cut.first() && !xtc.keeps(b, id))) return 0;
   return expf(__fsub_rn(score(x, temperature), cut.total));
 }
 
 // Verify the drafts of a window [B, W], all but its first token, by the ratio rule: block verification, as
 // sampling/accept.py has it. `most` drafts are accepted, and `tokens` are those and the token after them, again and
-// again. Of sequences with another rule `tokens` are those `drawn` from the target, and `most` is W. Drafts [B, k] were
-// drawn from one array of logits [B, k, size], or each from its own [B, 1, size]. Blocks: (part, draft, sequence).
+// again. With the optimistic rule that is all that are allowed. Of other sequences `tokens` are those `drawn` from the
+// target, and `most` is W. Drafts [B, k] were drawn from one array of logits [B, k, size], or each from its own [B, 1, size]. Blocks: (part, draft, sequence).
 template <int THREADS, typename T, typename Q, int N>
 __device__ void verify_by_ratio(
     const T* logits, int size, int W, unsigned* memory, const float* params_each, const unsigned* words_each,
-    const int* lengths, const int* rounds, const int* drawn, const int* cuts, const int* window, const int* max_k,
-    const int* remaining, const int* draft_cuts, const Q* const (&draft_logits)[N], int width, int* tokens, int* most) {
+    const int* lengths, const int* rounds, const Xtc& xtc, const bool* optimistic, const int* drawn, const int* cuts,
+    const int* window, const int* max_k, const int* remaining, const int* draft_cuts, const Q* const (&draft_logits)[N], int width, int* tokens, int* most) {
   constexpr int MOST = 16;
   __shared__ float p[MOST], q[MOST];
   const int i = blockIdx.y, b = blockIdx.z, k = W - 1;
@@ -23,10 +24,12 @@ __device__ void verify_by_ratio(
   const NoiseWords& words = reinterpret_cast<const NoiseWords*>(words_each)[b];
   Work* const work = reinterpret_cast<Work*>(memory) + b * W;
   window += b * W, drawn += b * W, tokens += b * W;
+  const int allowed = max(0, min(k, min(max_k[b], remaining[b] - 1)));
   if (!words.ratio) {
     if (blockIdx.x != 0 || i != 0 || threadIdx.x != 0) return;
-    for (int j = 0; j < W; ++j) tokens[j] = drawn[j];
-    most[b] = W;
+    const int n = optimistic[b] ? allowed : 0;
+    for (int j = 0; j < W; ++j) tokens[j] = !optimistic[b] ? drawn[j] : j < n ? window[j + 1] : drawn[n];
+    most[b] = optimistic[b] ? n : W;
     return;
   }
   auto target_row = [&](int j) { return logits + static_cast<long long>(b * W + j) * size; };
@@ -40,11 +43,11 @@ __device__ void verify_by_ratio(
   };
   const Cut* const target_cuts = reinterpret_cast<const Cut*>(cuts) + b * W;
   const Cut* const drafter_cuts = reinterpret_cast<const Cut*>(draft_cuts) + b * k;
-  auto p_of = [&](int j, float x, int id) { return probability(target_cuts[j], x, id, temperature); };
+  auto p_of = [&](int j, float x, int id) { return probability(target_cuts[j], x, id, temperature, xtc, b); };
   auto q_of = [&](int j, int id) {
     const Cut& cut = drafter_cuts[j];
     if (cut.only >= 0) return id == cut.only ? 1.f : 0.f;  // there may be no logits
-    return probability(cut, __fadd_rn(float(draft_row(j)[id]), 0.f), id, temperature);
+    return probability(cut, __fadd_rn(float(draft_row(j)[id]), 0.f), id, temperature, xtc, b);
   };
   if (int(threadIdx.x) < k) {
     const int j = threadIdx.x, id = window[j + 1];
@@ -55,14 +58,13 @@ __device__ void verify_by_ratio(
     const float ratio = __fdiv_rn(__fmul_rn(weight, p[j]), q[j]);
     return ratio > 1 ? 1 : ratio;  // NaN stays: it accepts nothing
   };
-  const int allowed = max(0, min(k, min(max_k[b], remaining[b] - 1)));
   float weight = 1;
   for (int j = 0; j < i; ++j) weight = next_weight(weight, j);
   if (i < allowed) {
     const Slice slice(size);
     const Words keys = row_keys(words, NEXT, rounds[b], lengths[b] + 1 + i);
     Wide best = NOTHING, excess = 0;
-    const Wide last = Wide(target_cuts[i].high) << 32 | target_cuts[i].low;
+    const Wide last = target_cuts[i].last();
     auto kept = [&](float x, int id) { return x > -INFINITY && code(x, id) <= last; };
     each_logit(target_row(i), slice.begin, slice.end, kept, [&](float x, int id) {
       const float more = __fsub_rn(__fmul_rn(weight, p_of(i, x, id)), q_of(i, id));

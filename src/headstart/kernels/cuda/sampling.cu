@@ -14,13 +14,15 @@ struct Work {
   Wide cut_done, draw_done, verify_done;  // blocks that have come to the end
   Wide above_min_p, kept_mass, drawn, excess, residual;
   Wide firsts[16];  // the best token of every part, 0 where it has NaN
+  Wide sound[16];   // likewise, of the model's own logits
   Wide masses[BINS], counts[BINS];
 
-  __device__ __forceinline__ Wide first() const {
+  static __device__ __forceinline__ Wide least(const Wide* each) {
     Wide best = NOTHING;
-    for (int i = 0; i < int(gridDim.x); ++i) best = min(best, firsts[i]);
+    for (int i = 0; i < int(gridDim.x); ++i) best = min(best, each[i]);
     return best;
   }
+  __device__ __forceinline__ Wide first() const { return least(firsts); }
 };
 
 // How a sequence samples: params [B, 5].
@@ -37,14 +39,31 @@ struct NoiseWords {
   unsigned first, second, ratio, draft, accept, next;
 };
 
-// What a row can draw: tokens up to `cut` in the order of codes, or `only` one; `total` is the logsumexp of its scores.
+// What a row can draw: tokens from `first` to `last` in the order of codes, and those that XTC keeps up to `last`; or
+// `only` one. `total` is the logsumexp of their scores.
 struct Cut {
-  unsigned high, low;
+  unsigned first_high, first_low, last_high, last_low;
   float total;
   int only;  // -1 if there are several
+
+  __device__ __forceinline__ Wide first() const { return Wide(first_high) << 32 | first_low; }
+  __device__ __forceinline__ Wide last() const { return Wide(last_high) << 32 | last_low; }
 };
 
-enum Purpose { DRAFT, ACCEPT, NEXT };
+// How sequences exclude top choices; without, `probability` is null.
+struct Xtc {
+  const float *probability, *threshold;
+  const int* special;  // [B, specials], -1: none
+  int specials;
+
+  __device__ __forceinline__ bool keeps(int b, int id) const {
+    for (int i = 0; i < specials; ++i)
+      if (special[b * specials + i] == id) return true;
+    return false;
+  }
+};
+
+enum Purpose { DRAFT, ACCEPT, NEXT, XTC };
 
 // Numbers by which tokens are ordered as sampling does: the larger logit first, of equal ones the lower id.
 __device__ __forceinline__ Wide code(float x, int id) {
@@ -76,7 +95,8 @@ __device__ __forceinline__ float gumbel(Words keys, int id) { return -logf(-log1
 // The keys of a purpose's noise at a position.
 __device__ __forceinline__ Words row_keys(const NoiseWords& words, int purpose, int round, int position) {
   const Words of_round = fold({words.first, words.second}, words.ratio ? round + 1 : 0);
-  const unsigned word = purpose == DRAFT ? words.draft : purpose == ACCEPT ? words.accept : words.next;
+  const unsigned word =
+      purpose == DRAFT ? words.draft : purpose == ACCEPT ? words.accept : purpose == NEXT ? words.next : 4;
   return fold(fold(of_round, word), unsigned(position));
 }
 
@@ -154,10 +174,37 @@ __device__ __forceinline__ bool last_to_come(Wide* counter, int all) {
   return last;
 }
 
+// Where a row is in its batch, and what its noise is made of.
+struct Place {
+  int b, position, round;
+  const NoiseWords& words;
+
+  __device__ __forceinline__ Place(
+      int row, int W, const unsigned* words_each, const int* lengths, const int* rounds, const int* draft)
+      : b(row / W), position(lengths[b] + 1 + max(draft[0], 0) + row % W), round(rounds[b]),
+        words(reinterpret_cast<const NoiseWords*>(words_each)[b]) {}
+
+  __device__ __forceinline__ Words keys(int purpose) const { return row_keys(words, purpose, round, position); }
+
+  __device__ __forceinline__ bool excludes(const Xtc& xtc) const {
+    return xtc.probability && xtc.probability[b] > 0 && uniform(keys(XTC), 0) <= xtc.probability[b];
+  }
+};
+
+// Begin the work of a row, with the best token of this block's part of it.
+__device__ __forceinline__ void begin_work(Work& work, Wide first, Wide sound) {
+  Wide* const bins = work.masses;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < 2 * BINS; i += gridDim.x * blockDim.x) bins[i] = 0;
+  if (threadIdx.x != 0) return;
+  work.firsts[blockIdx.x] = first, work.sound[blockIdx.x] = sound;
+  if (blockIdx.x != 0) return;
+  work.cut_done = work.draw_done = work.verify_done = work.above_min_p = work.kept_mass = work.excess = 0;
+  work.drawn = work.residual = NOTHING;
+}
+
 // Find the best token of each part of a row, and begin its work. Blocks: (part, row).
 template <int THREADS, typename T>
 __device__ void survey_row(const T* logits, int size, unsigned* memory) {
-  Work& work = reinterpret_cast<Work*>(memory)[blockIdx.y];
   const Slice slice(size);
   Wide first = NOTHING, odd = 0;
   auto compare = [&](float x, int id) {
@@ -167,13 +214,36 @@ __device__ void survey_row(const T* logits, int size, unsigned* memory) {
   };
   each_logit(logits + static_cast<long long>(blockIdx.y) * size, slice.begin, slice.end, compare, [](float, int) {});
   reduce_block<THREADS>(first, odd);
-  Wide* const bins = work.masses;
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < 2 * BINS; i += gridDim.x * THREADS) bins[i] = 0;
-  if (threadIdx.x != 0) return;
-  work.firsts[blockIdx.x] = odd ? 0 : first;
-  if (blockIdx.x != 0) return;
-  work.cut_done = work.draw_done = work.verify_done = work.above_min_p = work.kept_mass = work.excess = 0;
-  work.drawn = work.residual = NOTHING;
+  if (odd) first = 0;
+  begin_work(reinterpret_cast<Work*>(memory)[blockIdx.y], first, first);
+}
+
+// The same of logits that are changed on the way: `changed` [B, W, size].
+template <int THREADS, typename T>
+__device__ void change_row(
+    const T* logits, int size, int W, const Changes& changes, const int* draft, unsigned* memory, float* changed) {
+  __shared__ __align__(16) unsigned char marks[RowChanges::MARKS];
+  const int row = blockIdx.y;
+  const RowChanges own(changes, row / W, max(draft[0], 0) + row % W, row, size);
+  logits += static_cast<long long>(row) * size, changed += static_cast<long long>(row) * size;
+  const Slice slice(size);
+  own.mark(marks);
+  Wide first = NOTHING, odd = 0, sound = NOTHING, none = 0;
+  for (int begin = slice.begin + 8 * int(threadIdx.x); begin < slice.end; begin += 8 * THREADS) {
+    const Eight<T> here = *reinterpret_cast<const Eight<T>*>(logits + begin);
+    Eight<float> made;
+    for (int j = 0; j < 8; ++j) {
+      const int id = begin + j;
+      const float x = float(here.at[j]), y = own.change(x, id, marks[id % RowChanges::MARKS]);
+      sound = min(sound, x != x ? 0 : code(__fadd_rn(x, 0.f), id));
+      first = min(first, code(__fadd_rn(y, 0.f), id)), odd += y != y;
+      made.at[j] = y;
+    }
+    *reinterpret_cast<Eight<float>*>(changed + begin) = made;
+  }
+  reduce_block<THREADS>(first, odd);
+  reduce_block<THREADS>(sound, none);
+  begin_work(reinterpret_cast<Work*>(memory)[row], odd ? 0 : first, sound);
 }
 
 // Draw a token from each row of logits [B, W, size] up to its end, for the positions after `lengths`: of the target
@@ -182,29 +252,33 @@ __device__ void survey_row(const T* logits, int size, unsigned* memory) {
 template <int THREADS, typename T>
 __device__ void draw_row(
     const T* logits, int size, int W, unsigned* memory, const unsigned* ends, const float* params_each,
-    const unsigned* words_each, const int* lengths, const int* rounds, const int* draft, int* token, int* finite,
-    int* cuts) {
-  const int row = blockIdx.y, b = row / W;
+    const unsigned* words_each, const int* lengths, const int* rounds, const int* draft, const Xtc& xtc, int* token,
+    int* finite, int* cuts) {
+  const int row = blockIdx.y;
+  const Place place(row, W, words_each, lengths, rounds, draft);
   Work& work = reinterpret_cast<Work*>(memory)[row];
-  const Params params = reinterpret_cast<const Params*>(params_each)[b];
+  const Params params = reinterpret_cast<const Params*>(params_each)[place.b];
   logits += static_cast<long long>(row) * size;
-  const Wide first = work.first();
-  const float best = value_of(first), top = score(best, params.temperature);
+  const Wide best_code = work.first();
+  const float best = value_of(best_code), top = score(best, params.temperature), own = value_of(Work::least(work.sound));
   const bool sound = best > -INFINITY && best < INFINITY;
   Cut& cut = reinterpret_cast<Cut*>(cuts)[row];
+  if (blockIdx.x == 0 && threadIdx.x == 0) finite[row] = own > -INFINITY && own < INFINITY;
   if (!sound || params.temperature == 0) {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
-    token[row] = int(first), finite[row] = sound, cut = {unsigned(first >> 32), unsigned(first), best, -1};
+    const unsigned high = best_code >> 32, low = unsigned(best_code);
+    token[row] = int(best_code), cut = {high, low, high, low, best, -1};
     return;
   }
-  const Wide last = params.truncates(size) ? reinterpret_cast<const Wide*>(ends)[row] : NOTHING;
-  const int position = lengths[b] + 1 + max(draft[0], 0) + row % W;
-  const NoiseWords& words = reinterpret_cast<const NoiseWords*>(words_each)[b];
-  const Words keys = row_keys(words, draft[0] < 0 ? NEXT : DRAFT, rounds[b], position);
+  const bool excludes = place.excludes(xtc), ended = excludes || params.truncates(size);
+  const Wide* const end = reinterpret_cast<const Wide*>(ends) + 2 * row;
+  const Wide begin = ended ? end[0] : 0, last = ended ? end[1] : NOTHING;
+  const Words keys = place.keys(draft[0] < 0 ? NEXT : DRAFT);
   const Slice slice(size);
   Wide drawn = NOTHING, mass = 0;
   auto kept = [&](float x, int id) { return x > -INFINITY && code(x, id) <= last; };
   each_logit(logits, slice.begin, slice.end, kept, [&](float x, int id) {
+    if (code(x, id) < begin && !xtc.keeps(place.b, id)) return;
     const float scaled = score(x, params.temperature);
     mass += mass_of(__fsub_rn(scaled, top));
     drawn = min(drawn, code(__fadd_rn(scaled, gumbel(keys, id)), id));
@@ -212,9 +286,9 @@ __device__ void draw_row(
   reduce_block<THREADS>(drawn, mass);
   if (threadIdx.x == 0) atomicMin(&work.drawn, drawn), atomicAdd(&work.kept_mass, mass);
   if (!last_to_come(&work.draw_done, gridDim.x) || threadIdx.x != 0) return;
-  token[row] = int(load_acquire(&work.drawn)), finite[row] = 1;
+  token[row] = int(load_acquire(&work.drawn));
   const float all = __fmul_rn(float(load_acquire(&work.kept_mass)), 1 / UNIT);
-  cut = {unsigned(last >> 32), unsigned(last), __fadd_rn(top, logf(all)), -1};
+  cut = {unsigned(begin >> 32), unsigned(begin), unsigned(last >> 32), unsigned(last), __fadd_rn(top, logf(all)), -1};
 }
 
 }  // namespace headstart

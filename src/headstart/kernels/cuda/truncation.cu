@@ -1,4 +1,5 @@
-// Where a row of logits ends by top_k, top_p and min_p: by a histogram of distances from the largest logit.
+// Where a row of logits begins and ends by top_p, min_p, XTC and top_k: by a histogram of distances from the largest
+// logit.
 
 namespace headstart {
 
@@ -69,17 +70,19 @@ __device__ __forceinline__ int bin_of(float best, float x) {
   return int(fminf(__fmul_rn(__fsub_rn(best, x), BINS_PER_NAT), BINS - 1.f));
 }
 
-// Return the code of the last token that a row keeps. By one block, from the histogram that all have made.
+// Return the code of the last token of a row if `most` are kept and those that begin before `top_p` of the mass, and
+// the mass of them all: NOTHING if that ends no row. By one block, from the histogram that all have made.
 template <int THREADS, typename T>
-__device__ Wide find_cut(
-    const T* row, int size, const Params& params, float best, const Work& work, Histogram<THREADS>& bins) {
+__device__ __noinline__ Wide find_cut(
+    const T* row, int size, unsigned most, float top_p, float best, const Work& work, Histogram<THREADS>& bins,
+    Wide& kept) {
   __shared__ Wide list[BINS];
   __shared__ int listed;
   bins.clear();
   for (int i = threadIdx.x; i < BINS; i += THREADS) bins.masses[i] = work.masses[i], bins.counts[i] = work.counts[i];
-  const float by_min_p = fmaxf(float(work.above_min_p), params.min_keep);
-  const unsigned most = params.log_min_p > -INFINITY ? fminf(params.top_k, by_min_p) : params.top_k;
-  const Wide all = bins.sum(), limit = params.top_p < 1 ? Wide(ceil(double(all) * params.top_p)) : NOTHING;
+  kept = bins.sum();
+  const Wide limit = top_p < 1 ? Wide(ceil(double(kept) * top_p)) : NOTHING;
+  if (limit == NOTHING && most >= bins.count_sums[THREADS - 1]) return NOTHING;
   unsigned count = 0;
   Wide mass = 0, prefix = 0;
   const int coarse = bins.choose(most, limit, count, mass);
@@ -117,20 +120,66 @@ __device__ Wide find_cut(
   for (int i = threadIdx.x; i < here; i += THREADS)
     bins.counts[i] = 1, bins.masses[i] = mass_of(__fsub_rn(value_of(list[i]), best));
   bins.sum();
-  return list[bins.choose(most, limit, count, mass)];
+  const int last = bins.choose(most, limit, count, mass);
+  kept = mass + bins.masses[last];
+  return list[last];
 }
 
-// Find out where each row of logits [B, W, size] of a sequence that truncates ends: the code of its last token. Blocks:
-// (part, row), as many parts as in the survey.
+// Return the code from which on a row keeps all, of tokens up to `last` with a mass of `kept`: of those above XTC's
+// threshold the last one. `above` is how many these are. By one block.
+template <int THREADS, typename T>
+__device__ Wide find_begin(const T* row, int size, float threshold, float best, Wide last, Wide kept, Wide& above) {
+  __shared__ Wide begin, count;
+  const float all = __fmul_rn(float(kept), 1 / UNIT), least = __fadd_rn(best, logf(__fmul_rn(threshold, all)) - 1e-3f);
+  Wide smallest = NOTHING, found = 0;
+  auto likely = [&](float x, int id) { return x >= least && x > -INFINITY && code(x, id) <= last; };
+  each_logit(row, 0, size, likely, [&](float x, int id) {
+    if (!(__fdiv_rn(expf(__fsub_rn(x, best)), all) > threshold)) return;
+    smallest = min(smallest, ~code(x, id)), ++found;
+  });
+  reduce_block<THREADS>(smallest, found);
+  if (threadIdx.x == 0) begin = found ? ~smallest : 0, count = found;
+  __syncthreads();
+  above = count;
+  return begin;
+}
+
+// Return how many of the tokens before `begin` XTC keeps, and in `end` the `most`-th of them.
+template <typename T>
+__device__ __forceinline__ unsigned count_special(const T* row, int b, const Xtc& xtc, Wide begin, unsigned most, Wide& end) {
+  auto code_of = [&](int i) {
+    const int id = xtc.special[b * xtc.specials + i];
+    for (int j = 0; id >= 0 && j < i; ++j)
+      if (xtc.special[b * xtc.specials + j] == id) return NOTHING;
+    return id < 0 ? NOTHING : code(__fadd_rn(float(row[id]), 0.f), id);
+  };
+  unsigned count = 0;
+  for (int i = 0; i < xtc.specials; ++i) {
+    const Wide own = code_of(i);
+    if (own >= begin) continue;
+    unsigned rank = 1;
+    for (int j = 0; j < xtc.specials; ++j) rank += code_of(j) < own;
+    if (rank == most) end = own;
+    ++count;
+  }
+  return count;
+}
+
+// Find out where each row of logits [B, W, size] of a sequence that truncates begins and ends: the codes of these
+// tokens. Blocks: (part, row), as many parts as in the survey.
 template <int THREADS, typename T>
 __device__ void cut_row(
-    const T* logits, int size, int W, unsigned* memory, const float* params_each, unsigned* ends) {
+    const T* logits, int size, int W, unsigned* memory, const float* params_each, const unsigned* words_each,
+    const int* lengths, const int* rounds, const int* draft, const Xtc& xtc, unsigned* ends) {
   __shared__ Histogram<THREADS> bins;
   const int row = blockIdx.y;
+  const Place place(row, W, words_each, lengths, rounds, draft);
   Work& work = reinterpret_cast<Work*>(memory)[row];
-  const Params params = reinterpret_cast<const Params*>(params_each)[row / W];
+  const Params params = reinterpret_cast<const Params*>(params_each)[place.b];
   const float best = value_of(work.first());
-  if (!params.truncates(size) || !(best > -INFINITY && best < INFINITY)) return;
+  if (params.temperature == 0 || !(best > -INFINITY && best < INFINITY)) return;
+  const bool excludes = place.excludes(xtc), weighed = excludes || params.top_p < 1;
+  if (!excludes && !params.truncates(size)) return;
   logits += static_cast<long long>(row) * size;
   const Slice slice(size);
   const float least = __fadd_rn(best, params.log_min_p);
@@ -139,7 +188,7 @@ __device__ void cut_row(
   auto possible = [&](float x, int) { return x > -INFINITY; };
   each_logit(logits, slice.begin, slice.end, possible, [&](float x, int) {
     above += x >= least;
-    bins.add(bin_of(best, x), params.top_p < 1 ? mass_of(__fsub_rn(x, best)) : 0);
+    bins.add(bin_of(best, x), weighed ? mass_of(__fsub_rn(x, best)) : 0);
   });
   reduce_block<THREADS>(none, above);
   __syncthreads();
@@ -150,8 +199,20 @@ __device__ void cut_row(
       atomicAdd(&work.masses[i], bins.masses[i]);
     }
   if (!last_to_come(&work.cut_done, gridDim.x)) return;
-  const Wide last = find_cut(logits, size, params, best, work, bins);
-  if (threadIdx.x == 0) reinterpret_cast<Wide*>(ends)[row] = last;
+
+  const unsigned top_k = params.top_k;
+  unsigned most = size;
+  if (params.log_min_p > -INFINITY) most = fmaxf(float(work.above_min_p), params.min_keep);
+  Wide begin = 0, kept, end = NOTHING;
+  Wide last = find_cut(logits, size, excludes ? most : min(most, top_k), params.top_p, best, work, bins, kept);
+  if (excludes) {
+    begin = find_begin<THREADS>(logits, size, xtc.threshold[place.b], best, last, kept, above);
+    const unsigned special = count_special(logits, place.b, xtc, begin, top_k, end);
+    if (special < top_k && top_k < size)
+      end = find_cut(logits, size, top_k - special + (begin ? unsigned(above) - 1 : 0), 1.f, best, work, bins, kept);
+    last = min(last, end);
+  }
+  if (threadIdx.x == 0) reinterpret_cast<Wide*>(ends)[2 * row] = begin, reinterpret_cast<Wide*>(ends)[2 * row + 1] = last;
 }
 
 }  // namespace headstart
