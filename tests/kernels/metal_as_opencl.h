@@ -21,6 +21,9 @@ typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef unsigned long uint64_t;
 typedef long int64_t;
+typedef unsigned long ulong;
+template <typename To, typename From>
+To as_type(From);
 typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 typedef uint uint4 __attribute__((ext_vector_type(4)));
@@ -31,6 +34,13 @@ namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
+struct atomic_uint {
+  uint value;
+};
+enum memory_order { memory_order_relaxed };
+uint atomic_load_explicit(const threadgroup atomic_uint*, memory_order);
+void atomic_store_explicit(threadgroup atomic_uint*, uint, memory_order);
+uint atomic_fetch_add_explicit(threadgroup atomic_uint*, uint, memory_order);
 float simd_shuffle_xor(float, ushort);
 int simd_shuffle_xor(int, ushort);
 uint simd_shuffle_xor(uint, ushort);

@@ -14,9 +14,23 @@ using float16_t = __half;
 
 using uint = uint32_t;
 using ushort = uint16_t;
+using uchar = uint8_t;
+using ulong = uint64_t;
 struct uint3 { uint x, y, z; };
 
+template <typename To, typename From>
+To as_type(From x) {
+  return __builtin_bit_cast(To, x);
+}
+
 namespace metal {
+struct atomic_uint {
+  uint value;
+};
+constexpr int memory_order_relaxed = 0;
+inline uint atomic_load_explicit(const atomic_uint* from, int) { return from->value; }
+inline void atomic_store_explicit(atomic_uint* to, uint x, int) { to->value = x; }
+inline uint atomic_fetch_add_explicit(atomic_uint* to, uint x, int) { return (to->value += x) - x; }
 enum class mem_flags { mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 inline void simdgroup_barrier(mem_flags) { __syncwarp(); }

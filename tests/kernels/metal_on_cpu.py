@@ -24,6 +24,7 @@ NAMES = {
     mx.float16: "float16_t",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
 }
 MOST_CONSTANT = 7  # elements
 MOST_BUFFERS, MOST_THREADS = 31, 1024  # Metal's limits
@@ -41,13 +42,14 @@ def metal_kernel(
     assert compile_options == {"math_mode": "safe"}, "anything else may reorder sums"
     # Metal has variables in threadgroup memory at the top of a kernel; C++ has static ones. They are poisoned by the
     # first thread of a threadgroup, so that what is read before it is written shows.
-    declared = re.match(r"\s*threadgroup float (\w+\[[^;]*);", source)
+    declared = re.match(r"(\s*threadgroup [\w:]+ \w+\[[^;]*;)+", source)
     if declared:
-        names = re.findall(r"(\w+)\[", re.sub(r"\[[^\]]*\]", "[]", declared[1]))
+        names = re.findall(r"(\w+)\[", re.sub(r"\[[^\]]*\]", "[]", declared[0]))
         poison = "".join(f"if (!self->index.x) std::memset((void*){name}, 255, sizeof {name});" for name in names)
         size = " + ".join(f"sizeof {name}" for name in names)
         limit = f"static_assert({size} <= 32768);"  # bytes of threadgroup memory, on every chip
-        source = f"static {declared[0].strip()}{limit}{poison}{source[declared.end() :]}"
+        memory = declared[0].replace("threadgroup ", "static threadgroup ")
+        source = f"{memory}{limit}{poison}{source[declared.end() :]}"
 
     def call(
         *,

@@ -19,7 +19,9 @@ from headstart.kernels.metal import choice, device, experts, products, stock
 from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import Candidate, KernelCheck, Operation
 from headstart.kernels.metal.tune_fused import model_operations
+from headstart.kernels.metal.tune_sampling import CHANGED, WAYS, AllMetal, sample
 from headstart.models import Model
+from headstart.sampling import SequenceParams, controls
 
 KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
 
@@ -85,6 +87,19 @@ def test_kernels_of_every_family_are_metal(tmp_path: Path, tracing: None) -> Non
         found = kernels_of(tiny(family, tmp_path / family), rows=(1,), steps=((2, 4),))
         assert found, family
         kernels += found
+    assert mistakes(kernels) == ""
+
+
+def test_kernels_of_sampling_are_metal(tracing: None) -> None:
+    """For a batch and for one sequence, whose numbers MLX passes in another address space."""
+    kernels = []
+    for sequences in (8, 1):
+        for params in (WAYS[3], CHANGED):
+            rows = controls([SequenceParams(params, 1, 0, 9)] * sequences, 4200)
+            logits = mx.zeros((sequences, 2, 4200), mx.bfloat16)
+            kernels += printed(lambda logits=logits, rows=rows: [sample(AllMetal(), logits, logits, rows)])  # type: ignore[misc]
+    names = " ".join(kernel.name for kernel in kernels)
+    assert all(name in names for name in ("survey", "plan", "gather", "draw", "excess", "accept", "scores"))
     assert mistakes(kernels) == ""
 
 

@@ -21,7 +21,6 @@ from ..adapters import ChosenAdapters
 from ..backend import Backend
 from ..checks import KernelCheck
 from ..experts import stock_experts
-from ..graph import Remembering
 from ..layers import Attention, Cached, GatedDeltaNet, Layer, Mamba2, Pass
 from ..norms import is_sigmoid_gated
 from ..setting import stock_forced
@@ -36,9 +35,11 @@ from .gated_delta import gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
 from .order import Order, nothing
 from .products import SLICES, STOCK_ROWS, metal_products, product_shape, split_product
+from .steps import MetalSampling
 from .stock import StockMetal
 from .streams import metal_stream_weights, streams_shape
 from .tune_fused import IN_PLACE, model_operations
+from .tune_sampling import sampling_operations
 
 LOG = logging.getLogger("headstart")
 MOMENT = 1.0  # seconds
@@ -49,7 +50,7 @@ def metal_backend() -> "MetalBackend":
     return MetalBackend()
 
 
-class MetalBackend(Remembering, StockMetal):
+class MetalBackend(MetalSampling, StockMetal):
     """The kernels beside this file, where they were chosen."""
 
     most_rows = MOST_ROWS
@@ -89,6 +90,7 @@ class MetalBackend(Remembering, StockMetal):
             return
         try:
             choose(model_operations(weights, layers, dtype), CheckProgress(), exact=_may_be_exact(layers))
+            choose(sampling_operations(weights, dtype), CheckProgress())
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
 
