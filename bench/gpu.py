@@ -11,7 +11,7 @@
         decode     decoding at k = 0..5 with an imposed acceptance, beside mlx-lm
         steps      a step by rows and k
         batches    1 to 64 sequences: a step, and tokens/s of auto beside k = 0, with an imposed acceptance
-        sampled    a sampled step beside a greedy one
+        sampled    a step by how it samples beside a greedy one, of one row and of 16
         reduced    drafts from a head of 32,768 tokens beside those of the whole one
         kernels    our kernels beside MLX's operations, as in `headstart report`
     python bench/gpu.py rows [MODEL]           the built-in model: tokens/s of 1, 4 and 16 rows, k = 0 beside auto
@@ -83,9 +83,10 @@ def step_seconds(
     finished: list[float] = []
     running: Report | None = None
     for _ in range(OFTEN + 2 + 9):
-        verdict = advance(model, batch, k).verdict
+        result = advance(model, batch, k)
+        verdict = result.verdict
         report = model.backend.report([verdict.accepted[:, None], verdict.finite[:, None]])
-        mx.async_eval(*report.arrays, verdict.tokens, *batch.arrays())
+        mx.async_eval(*report.arrays, verdict.tokens, *(result.logprobs or ()), *batch.arrays())
         if running is not None:
             accepted = [count for count, _ in running.read()]
             finished.append(time.perf_counter())
@@ -172,22 +173,28 @@ def steps(name: str, model: Model) -> None:
 
 
 def sampled(name: str, model: Model) -> None:
-    """A step of one sequence by how it samples, in turns."""
+    """A step by how it samples, in turns, of one sequence and of 16."""
+    warm = partial(SamplingParams, temperature=0.7)
     ways = {
         "greedy": SamplingParams(),
-        "temperature 0.7": SamplingParams(temperature=0.7),
-        "temperature 0.7, top_k 20, top_p 0.95": SamplingParams(temperature=0.7, top_k=20, top_p=0.95),
-        "temperature 0.7, top_p 0.95": SamplingParams(temperature=0.7, top_p=0.95),
-        "temperature 0.7, min_p 0.05": SamplingParams(temperature=0.7, min_p=0.05),
+        "temperature 0.7": warm(),
+        "and top_k 20, top_p 0.95": warm(top_k=20, top_p=0.95),
+        "and top_p 0.95": warm(top_p=0.95),
+        "and min_p 0.05": warm(min_p=0.05),
+        "and XTC": warm(xtc_probability=0.5, xtc_threshold=0.1),
+        "and presence and frequency penalties": warm(presence_penalty=0.5, frequency_penalty=0.5),
+        "greedy, repetition penalty 1.1": SamplingParams(repetition_penalty=1.1),
+        "greedy, five log-probabilities": SamplingParams(logprobs=True, top_logprobs=5),
     }
-    asked = prompts(1, vocabulary=model.vocabulary)
-    table("sampling", "k", "ms a step", "to greedy")
-    for k in (0, 3):
-        runs = {way: partial(step_seconds, model, asked, k, sampling=params) for way, params in ways.items()}
-        found = turns(runs, TURNS)
-        for way, times in found.items():
-            line(way, k, 1e3 * median(times), ratio(times, found["greedy"]))
-        note(f"{name} sampled {k}", found)
+    table("sampling", "rows", "k", "ms a step", "to greedy")
+    for rows in (1, 16):
+        asked = prompts(rows, vocabulary=model.vocabulary)
+        for k in (0, 3):
+            runs = {way: partial(step_seconds, model, asked, k, sampling=params) for way, params in ways.items()}
+            found = turns(runs, TURNS)
+            for way, times in found.items():
+                line(way, rows, k, 1e3 * median(times), ratio(times, found["greedy"]))
+            note(f"{name} sampled {rows} {k}", found)
 
 
 def verify_only(model: Model, batch: Batch, k: int) -> StepResult:
