@@ -48,7 +48,7 @@ SETTINGS = {
 class StockSampling(CpuBackend):
     """The kernels of a CPU, but for sampling."""
 
-    propose, propose_certain = SamplingSteps.propose, SamplingSteps.propose_certain
+    propose, propose_given = SamplingSteps.propose, SamplingSteps.propose_given
     choose, draw = SamplingSteps.choose, SamplingSteps.draw
 
 

@@ -186,7 +186,7 @@ def verdicts(
         proposal = backend.propose(head[:, j : j + width], proposal, context, given)
     if way == "copies":
         assert certain is not None
-        proposal = backend.propose_certain(certain, rows, FEW)
+        proposal = backend.propose_given(certain, rows, FEW)
         max_k = mx.minimum(max_k, proposal.valid)
     window = mx.concatenate([mx.zeros((B, 1), mx.int32), proposal.tokens], axis=1)
     choice = backend.choose(target, window, proposal, max_k, context)

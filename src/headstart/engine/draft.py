@@ -1,9 +1,9 @@
 """Sources of drafts. The trunk verifies them all alike (`step.py`): a bad source costs time, never a token.
 
-A source is a function in `SOURCES` that makes a `Proposal` of k drafts per sequence. Some drafts are certain before
-it runs: the tokens that a grammar leaves no choice about, and copies from the context. They come from the left, and
-the source goes on after them. What a source remembers of a sequence is a state of the `Batch`, which follows commits,
-joins and leaves. The depth controller learns what each source earns, and names the one that drafts in a step.
+A source is a function in `SOURCES` that makes a `Proposal` of k drafts per sequence. Some drafts are given
+before it runs: tokens that a grammar leaves no choice about, and copies from the context. They come from the left,
+and the source goes on after them. What a source remembers of a sequence is a state of the `Batch`, which follows
+commits, joins and leaves. The depth controller learns what each source earns, and names the one for a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from .copies import MATCH
 
 
 class Source(IntEnum):
-    """What drafts in a step, after the certain drafts."""
+    """What drafts in a step, after the given drafts."""
 
     NONE = 0
     HEAD = 1
@@ -43,7 +43,7 @@ def draft_limits(model: Model) -> dict[Source, int]:
 
 
 def head_drafts(
-    model: Model, batch: Batch, k: int, certain: mx.array | None = None, *, reduced: bool = False
+    model: Model, batch: Batch, k: int, given: mx.array | None = None, *, reduced: bool = False
 ) -> Proposal:
     """Return k drafts [B, k] after `batch.last`, and let the head see what was committed.
 
@@ -60,7 +60,7 @@ def head_drafts(
         return Proposal.none(batch.size)
     batch.collect_unseen()
     head, state = model.reduced_head if reduced else model.draft_head, _head_state(batch)
-    drafts = model.backend.draft(head, state, batch.unseen, k, batch.context(k + 1), certain)
+    drafts = model.backend.draft(head, state, batch.unseen, k, batch.context(k + 1), given)
     _keep_unseen(model, batch)
     return drafts
 
@@ -87,7 +87,7 @@ def _keep_unseen(model: Model, batch: Batch) -> None:
         batch.head_state.commit(-batch.unseen.counts, most=0)
 
 
-def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+def block_drafts(model: Model, batch: Batch, k: int, given: mx.array | None = None) -> Proposal:
     """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context,
     or, if the drafter selects, given the draft before it.
 
@@ -101,16 +101,16 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
     logits, hidden = model.block_logits(batch.last, k, batch.trunk_state)
     width = 1 if selects or context.controls.adjusts else k  # with penalties, a draft changes what follows
     for j in range(0, k, width):
-        given = certain[:, j : j + width] if certain is not None else None
+        here_given = given[:, j : j + width] if given is not None else None
         here = logits[:, j : j + width]
         if selects:
             before = proposal.tokens[:, -1] if j else batch.last
             here = model.drafter.rescore(model.backend, here, hidden[:, j : j + 1], before)
-        proposal = model.backend.propose(here, proposal, context, given)
+        proposal = model.backend.propose(here, proposal, context, here_given)
     return proposal
 
 
-def assistant_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+def assistant_drafts(model: Model, batch: Batch, k: int, given: mx.array | None = None) -> Proposal:
     """Return k drafts of Gemma 4's assistant, each from the one before it.
 
     It has no state: it is given the newest of the trunk's hidden states, and reads the trunk's caches.
@@ -126,17 +126,17 @@ def assistant_drafts(model: Model, batch: Batch, k: int, certain: mx.array | Non
     draft = model.assistant_drafts(batch.trunk_state)
     for j in range(k):
         logits, hidden = draft(model.backend, model.embed, hidden, token)
-        given = certain[:, j : j + 1] if certain is not None else None
-        proposal = model.backend.propose(logits, proposal, context, given)
+        here_given = given[:, j : j + 1] if given is not None else None
+        proposal = model.backend.propose(logits, proposal, context, here_given)
         token = proposal.tokens[:, -1]
     return proposal
 
 
-def no_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
-    """Return the certain drafts alone. The head, if there is one, does not run."""
-    if certain is None:
-        certain = mx.full((batch.size, k), -1, mx.int32)
-    return model.backend.propose_certain(certain, batch.controls, model.vocabulary)
+def no_drafts(model: Model, batch: Batch, k: int, given: mx.array | None = None) -> Proposal:
+    """Return the given drafts alone. The head, if there is one, does not run."""
+    if given is None:
+        given = mx.full((batch.size, k), -1, mx.int32)
+    return model.backend.propose_given(given, batch.controls, model.vocabulary)
 
 
 def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
@@ -154,7 +154,7 @@ def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
     return mx.where(copied, batch.tokens_at(mx.maximum(at, 0)), -1)
 
 
-# (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
+# (model, batch, k, given): `given` are tokens [B, k] from the left, then -1; None if there are none.
 SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
     Source.NONE: no_drafts,
     Source.HEAD: head_drafts,

@@ -10,7 +10,8 @@ sequences generate exactly the tokens of plain decoding, unseeded ones tokens wi
 one sequence's part in a step.
 
 Plain decoding is k = 0 and runs the same lines. MLX is lazy: these functions build the step's graph and do not wait
-for the device, unless a sequence has a grammar, which must see the drafts on the host.
+for the device, unless a sequence has a grammar or the model has tables of n-grams on the disk: these must see the
+drafts on the host.
 """
 
 from collections.abc import Generator, Sequence
@@ -53,13 +54,13 @@ def step(
         distances: How many tokens back each sequence copies from, 0 for those that do not; empty if none does.
     """
     copied = copy_drafts(batch, k, distances) if k and any(distances) else None
-    certain = grammar.forced(k) if grammar is not None else None
-    if copied is not None and certain is not None:  # what a grammar forces comes first
-        copied = mx.where(certain[:, :1] >= 0, -1, copied)
-        certain = mx.maximum(certain, copied)
+    given = grammar.forced(k) if grammar is not None else None  # [B, k] from the left, then -1; so are copies
+    if copied is not None and given is not None:  # what a grammar forces comes first
+        copied = mx.where(given[:, :1] >= 0, -1, copied)
+        given = mx.maximum(given, copied)
     elif copied is not None:
-        certain = copied
-    result = verify(model, batch, SOURCES[source](model, batch, k, certain), grammar)
+        given = copied
+    result = verify(model, batch, SOURCES[source](model, batch, k, given), grammar)
     return result if copied is None else result._replace(copied=(copied >= 0).sum(axis=1))
 
 
@@ -112,9 +113,11 @@ def prefill_by_layers(
     """
     width = tokens.shape[1]
     shown = None if embeddings is None else embeddings[:, -width:]
-    hidden = own = yield from model.by_layers(tokens, batch.trunk_state, width, shown, keep)
+    hidden = trunk_hidden = yield from model.by_layers(tokens, batch.trunk_state, width, shown, keep)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
-    if batch.head_state is not None:
+    if (
+        batch.head_state is not None
+    ):  # a pair is a hidden state and the token after it: the last chunk left one unseen
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
         tokens = mx.concatenate([batch.unseen.tokens, tokens[:, 1:], following[:, None]], axis=1)
         one = mx.ones((batch.size,), mx.int32)
@@ -125,7 +128,7 @@ def prefill_by_layers(
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
     if keep is None:
         return None
-    return take_snapshot(batch.trunk_state, own[:, keep - batch.unseen.width : keep], kept=True)
+    return take_snapshot(batch.trunk_state, trunk_hidden[:, keep - batch.unseen.width : keep], kept=True)
 
 
 def prefill(

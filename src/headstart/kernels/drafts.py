@@ -90,7 +90,7 @@ class Drafting(SamplingSteps):
         pairs: UnseenPairs,
         k: int,
         context: BatchContext,
-        certain: mx.array | None = None,
+        given: mx.array | None = None,
     ) -> Proposal:
         """Return k drafts after the pairs that the head has not seen, and let it see those.
 
@@ -103,8 +103,8 @@ class Drafting(SamplingSteps):
         def draw(hidden: mx.array, module: int) -> mx.array:
             nonlocal proposal
             if (j := proposal.tokens.shape[1]) < k:
-                given = certain[:, j : j + 1] if certain is not None else None
-                proposal = self.propose(head.logits(hidden, module), proposal, context, given)
+                here = given[:, j : j + 1] if given is not None else None
+                proposal = self.propose(head.logits(hidden, module), proposal, context, here)
             return proposal.tokens
 
         self._chain(head, state, pairs, max(k - head.modules, 0), draw)

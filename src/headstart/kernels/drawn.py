@@ -99,26 +99,26 @@ class DrawnByKernels(Remembering):
         return drawn._replace(finite=finite.astype(mx.int32))
 
     def propose(
-        self, logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None
+        self, logits: mx.array, proposal: Proposal, context: BatchContext, given: mx.array | None = None
     ) -> Proposal:
         controls = context.controls
         if controls.argmax_only or not self.draws(logits.shape[-1]):
-            return super().propose(logits, proposal, context, certain)
+            return super().propose(logits, proposal, context, given)
         sources = proposal.sources
         drawn = self._draw(logits, context, proposal.tokens.shape[1], proposal.tokens)
         token, cuts = drawn.tokens, drawn.cuts
-        if certain is not None:
-            token = mx.where(certain >= 0, certain, token)
-            cuts = mx.concatenate([cuts[..., :5], certain[..., None]], axis=-1)
+        if given is not None:
+            token = mx.where(given >= 0, given, token)
+            cuts = mx.concatenate([cuts[..., :5], given[..., None]], axis=-1)
         if "ratio" in controls.rules:
             sources = (*sources, (drawn.logits, cuts))
         return Proposal(mx.concatenate([proposal.tokens, token], axis=1), sources)
 
-    def propose_certain(self, certain: mx.array, controls: Controls, vocabulary: int) -> Proposal:
-        made = super().propose_certain(certain, controls, vocabulary)
+    def propose_given(self, given: mx.array, controls: Controls, vocabulary: int) -> Proposal:
+        made = super().propose_given(given, controls, vocabulary)
         if not made.sources or not self.draws(vocabulary):
             return made
-        cuts = mx.concatenate([mx.zeros((*certain.shape, 5), mx.int32), made.tokens[..., None]], axis=-1)
+        cuts = mx.concatenate([mx.zeros((*given.shape, 5), mx.int32), made.tokens[..., None]], axis=-1)
         return made._replace(sources=((mx.zeros((1, 1, 8), mx.bfloat16), cuts),))  # logits that are not read
 
     def choose(
@@ -139,8 +139,8 @@ class DrawnByKernels(Remembering):
         if permitted is not None and "optimistic" in controls.rules:
             most = mx.minimum(max_k, count_permitted(proposal.tokens, permitted))
             max_k = mx.where(controls.optimistic, most, max_k)
-        given = window, proposal.sources, context.sampler, controls.optimistic, max_k, context.remaining
-        tokens, accepted = self.launch_ratio(drawn, *given)
+        asked = window, proposal.sources, context.sampler, controls.optimistic, max_k, context.remaining
+        tokens, accepted = self.launch_ratio(drawn, *asked)
         return Choice(tokens, drawn.finite, accepted)
 
     def logprobs(self, logits: mx.array, tokens: mx.array, top: int) -> Logprobs:

@@ -147,15 +147,15 @@ class Remembering(Backend):
         pairs: UnseenPairs,
         k: int,
         context: BatchContext,
-        certain: mx.array | None = None,
+        given: mx.array | None = None,
     ) -> Proposal:
         """Draft as the reference does, all in one graph where arrays alone decide every draft."""
         if head not in self._heads:
             self._heads[head] = RememberedHead(head, self), Graph(partial(self._chain_graph, head), self)
         passes, chain = self._heads[head]
-        sampler = self.packed_sampler(context, head.vocabulary) if certain is None else None
+        sampler = self.packed_sampler(context, head.vocabulary) if given is None else None
         if head.modules > 1 or sampler is None or not 0 < pairs.width <= WIDEST:
-            return super().draft(passes, state, pairs, k, context, certain)
+            return super().draft(passes, state, pairs, k, context, given)
         state.reserve(max(pairs.width, k))
         last, starts = self.draft_starts(state.lengths, pairs.counts, k)
         ratio = bool(sampler) and "ratio" in context.controls.rules

@@ -30,7 +30,7 @@ class SamplingSteps:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
 
     def propose(
-        self, logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None
+        self, logits: mx.array, proposal: Proposal, context: BatchContext, given: mx.array | None = None
     ) -> Proposal:
         """Add W drafts to each sequence, sampled from a drafter's logits [B, W, V] as the target would be.
 
@@ -38,7 +38,7 @@ class SamplingSteps:
         penalties, W must be 1: every draft changes what the next is drawn from.
 
         Args:
-            certain: [B, W], drafts that are certain whatever the drafter says, -1 where there is none.
+            given: [B, W], drafts that are given, whatever the drafter says, -1 where there is none.
         """
         controls, sources = context.controls, proposal.sources
         if controls.argmax_only:
@@ -47,19 +47,19 @@ class SamplingSteps:
             first = proposal.tokens.shape[1]
             logits = adjust(logits, context, proposal.tokens, first)
             token, drawn = self.draw(logits, context, Purpose.DRAFT, first)
-        if certain is not None:
-            token = mx.where(certain >= 0, certain, token)
+        if given is not None:
+            token = mx.where(given >= 0, given, token)
         if "ratio" in controls.rules:
             q = drawn.dense(logits.shape[-1])
-            if certain is not None:
-                q = mx.where(certain[..., None] >= 0, point_mass(token, q.shape[-1]), q)
+            if given is not None:
+                q = mx.where(given[..., None] >= 0, point_mass(token, q.shape[-1]), q)
             sources = (*sources, (q,))
         return Proposal(mx.concatenate([proposal.tokens, token], axis=1), sources)
 
-    def propose_certain(self, certain: mx.array, controls: Controls, vocabulary: int) -> Proposal:
-        """Propose drafts [B, k] that are certain, from the left, and none where they are -1."""
-        tokens, valid = mx.maximum(certain, 0), (certain >= 0).sum(axis=1)
-        if "ratio" not in controls.rules or not certain.shape[1]:
+    def propose_given(self, given: mx.array, controls: Controls, vocabulary: int) -> Proposal:
+        """Propose drafts [B, k] that are given, from the left, and none where they are -1."""
+        tokens, valid = mx.maximum(given, 0), (given >= 0).sum(axis=1)
+        if "ratio" not in controls.rules or not given.shape[1]:
             return Proposal(tokens, (), valid)
         return Proposal(tokens, ((point_mass(tokens, vocabulary),),), valid)
 
@@ -155,7 +155,7 @@ def distribution(logits: mx.array, context: BatchContext, first: int) -> Distrib
 
 
 def point_mass(tokens: mx.array, vocabulary: int) -> mx.array:
-    """Return the distribution [B, W, V] of drafts [B, W] that are certain."""
+    """Return the distribution [B, W, V] of drafts [B, W] that are given."""
     return (mx.arange(vocabulary) == tokens[..., None]).astype(mx.float32)
 
 

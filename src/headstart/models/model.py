@@ -96,11 +96,13 @@ class Model(HeadPasses):
         keep: int | None = None,
         grams: Sequence[mx.array] | None = None,  # what `read_grams` gives, if it is known
     ) -> mx.array:
-        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input. `embeddings`
-        [B, W, H] take the place of the tokens' own. After `keep` tokens recurrent layers keep their state too.
+        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input: after the final
+        norm if the head is fed so, else before it. `embeddings` [B, W, H] take the place of the tokens' own.
+        After `keep` tokens recurrent layers keep their state too.
 
-        Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
-        window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
+        Recurrent states advance now, by the first `state.accepted` of the pending drafts (`Batch.commit` sets them)
+        and the first `certain` tokens, so no window may run twice; the rest become the new pending drafts. KV entries
+        count after `state.commit` only.
         """
         adapters = self._adapters(state)
         return finish(self._run_layers(state, tokens, certain, embeddings, adapters, keep, grams, whole=True))
@@ -137,13 +139,17 @@ class Model(HeadPasses):
         *,
         whole: bool = False,
     ) -> Generator[mx.array, None, mx.array]:
-        """`whole`: without a stop, where nothing but the end is asked for."""
+        """Run the layers one by one, and yield the residual stream after each. With `whole` nobody looks at it: all
+        layers are one operation of the backend then, unless a block drafter needs the output of each."""
         backend, share = self.backend, self.share
         mask = state.reserve(tokens.shape[1])
         grams = tuple(self.read_grams(tokens, state) if grams is None else grams)
         x, normed = self._begin(tokens, embeddings)
         own = self.family.own_inputs(backend, self.weights, tokens, x)
-        run = Pass(mask, state.accepted, certain, keep, None, adapters, share, own, tokens, grams)
+        run = Pass(
+            mask, state.accepted, certain, keep,
+            adapters=adapters, share=share, own_inputs=own, tokens=tokens, grams=grams,
+        )  # fmt: skip
         block = self.drafter if isinstance(self.drafter, DFlash) else None
         outputs = []  # of every layer, for the drafter
         if whole and block is None:

@@ -21,26 +21,26 @@ class Sampled(Backend):
     native: Any
 
     def propose(
-        self, logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None
+        self, logits: mx.array, proposal: Proposal, context: BatchContext, given: mx.array | None = None
     ) -> Proposal:
         controls = context.controls
         if controls.argmax_only or "optimistic" in controls.rules:
-            return super().propose(logits, proposal, context, certain)
+            return super().propose(logits, proposal, context, given)
         first, sources = proposal.tokens.shape[1], proposal.sources
         logits = _taken(adjust(logits, context, proposal.tokens, first))
         tokens, _, drawn = self.native.draw(logits, _sampling(context), first)
-        if certain is not None:
-            tokens = mx.where(certain >= 0, certain, tokens)
-            drawn = mx.concatenate([drawn[..., :5], certain[..., None]], axis=-1)
+        if given is not None:
+            tokens = mx.where(given >= 0, given, tokens)
+            drawn = mx.concatenate([drawn[..., :5], given[..., None]], axis=-1)
         if "ratio" in controls.rules:
             sources = (*sources, (logits, drawn))
         return Proposal(mx.concatenate([proposal.tokens, tokens], axis=1), sources)
 
-    def propose_certain(self, certain: mx.array, controls: Controls, vocabulary: int) -> Proposal:
-        made = super().propose_certain(certain, controls, vocabulary)
+    def propose_given(self, given: mx.array, controls: Controls, vocabulary: int) -> Proposal:
+        made = super().propose_given(given, controls, vocabulary)
         if not made.sources or "optimistic" in controls.rules:
             return made
-        drawn = mx.concatenate([mx.zeros((*certain.shape, 5), mx.int32), made.tokens[..., None]], axis=-1)
+        drawn = mx.concatenate([mx.zeros((*given.shape, 5), mx.int32), made.tokens[..., None]], axis=-1)
         return made._replace(sources=((mx.zeros((1,)), drawn),))  # logits that are not read
 
     def choose(
@@ -57,8 +57,8 @@ class Sampled(Backend):
             return super().choose(logits, window, proposal, max_k, context, permitted)
         adjusted = _taken(adjust(logits, context, proposal.tokens, 0, permitted))
         if "ratio" in controls.rules and window.shape[1] > 1:
-            given = adjusted, _sampling(context), window, max_k, context.remaining, list(proposal.sources)
-            tokens, finite, most = self.native.verify(*given)
+            asked = adjusted, _sampling(context), window, max_k, context.remaining, list(proposal.sources)
+            tokens, finite, most = self.native.verify(*asked)
         else:
             tokens, finite, _ = self.native.draw(adjusted, _sampling(context), -1)
             most = None
