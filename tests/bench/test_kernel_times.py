@@ -70,17 +70,17 @@ def test_what_the_tuning_on_metal_found_is_shown_as_it_is() -> None:
         return Candidate(name, refused, exact, error, dict(zip((1, 2, 4, 16), seconds, strict=False)))
 
     stock = candidate("stock", None, None, 0.0, 1e-4, 2e-4, 3e-4, 4e-4)
-    split = candidate("metal-split", None, True, 2e-4, 9e-5, 1e-4, 1.1e-4, 3e-4)
+    split = candidate("metal", None, True, 2e-4, 9e-5, 1e-4, 1.1e-4, 3e-4)
     padded = candidate("metal-padded", None, False, 2e-4, 8e-5, 1.2e-4, 2e-4, 5e-4)
     unfit = candidate("metal-columns", "does not fit", None, None)
-    check = KernelCheck("product", "4096×2560, 4 bits", "metal-split", True, (stock, split, padded, unfit))
+    check = KernelCheck("product", "4096×2560, 4 bits", "metal", True, (stock, split, padded, unfit))
     assert not of_check(check).failed
     broken = replace(check, candidates=(*check.candidates[:-1], replace(unfit, refused="failed: error: a |\n| b")))
     assert of_check(broken).failed
     assert r"failed: error: a \| \| b" in kernel_table([of_check(broken)])
     (line,) = kernel_table([of_check(check)]).splitlines()[2:]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "product", "4096×2560, 4 bits", "metal-split", "yes", "90 / 100 / 110 / 300", "not compared",
+        "product", "4096×2560, 4 bits", "metal", "yes", "90 / 100 / 110 / 300", "not compared",
         "100 / 200 / 300 / 400",
         "2e-04", "metal-padded: 80 / 120 / 200 / 500 µs, rows do not agree; metal-columns: does not fit",
     ]  # fmt: skip

@@ -49,7 +49,7 @@ def titles(text: str) -> list[str]:
 
 
 def test_a_kernel_that_failed_and_an_unknown_load_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = kernel_times.KernelTime("product", "8×8", "stock", True, others="metal-split: failed: x", failed=True)
+    wrong = kernel_times.KernelTime("product", "8×8", "stock", True, others="metal: failed: x", failed=True)
     monkeypatch.setattr(machine_report, "kernel_times", lambda model, progress: [wrong])
     monkeypatch.setattr(machine_report, "current_load", lambda: 1 // 0)
     monkeypatch.setenv("HEADSTART_MTP", "0")  # few depths to measure
@@ -57,7 +57,7 @@ def test_a_kernel_that_failed_and_an_unknown_load_are_named_first(monkeypatch: p
     assert result.exit_code == 1
     failed = "load before, tiny-qwen3.5, kernels (product 8×8), Load and thermal state"
     assert f"**Failed: {failed}.**" in result.stdout
-    assert "metal-split: failed: x" in result.stdout
+    assert "metal: failed: x" in result.stdout
 
 
 def test_a_report_has_every_part_and_no_private_name(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headstart.kernels import Backend, choose_backend
 from headstart.kernels.cpu.backend import CpuBackend
 from headstart.kernels.cuda.backend import CudaBackend
 from headstart.kernels.layers import Pass, Residual
-from headstart.kernels.metal import attention, choice, stock
+from headstart.kernels.metal import attention, choice, products, stock
 from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import Candidate, KernelCheck
 from headstart.kernels.metal.tune import operations
@@ -66,6 +66,7 @@ def metal(kernels: str) -> Iterator[Backend]:
         patch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
         patch.setattr(choice, "_decided", {})
         patch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
+        patch.setattr(products, "has_matrix_units", lambda: True)
         patch.setattr(attention, "SPLIT", 32)  # pieces that the emulator gets through
         mx.disable_compile()  # on a CPU, every compiled stock operation costs a run of g++
         cuda_on_cpu.forget_kernels("metal")

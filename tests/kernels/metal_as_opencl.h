@@ -50,6 +50,26 @@ float max(float, float);
 float min(float, float);
 int max(int, int);
 int min(int, int);
+template <typename T, int ROWS, int COLUMNS>
+struct simdgroup_matrix {
+  thread T (&thread_elements() thread)[2];
+};
+template <typename T>
+void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<T, 8, 8>&, thread simdgroup_matrix<T, 8, 8>&, thread simdgroup_matrix<T, 8, 8>&,
+    thread simdgroup_matrix<T, 8, 8>&);
+template <typename T, int DIMENSIONS>
+struct dextents {
+  dextents(T, T) thread;
+};
+struct tensor_inline {};
+struct execution_simdgroup {};
+template <typename T, typename Extents, typename Kind>
+struct tensor;
+template <typename T, typename Extents, typename Kind>
+struct tensor<threadgroup T, Extents, Kind> {
+  tensor(threadgroup T*, const thread Extents&) thread;
+};
 namespace precise {
 float sqrt(float);
 float exp(float);
@@ -59,3 +79,30 @@ float sin(float);
 float cos(float);
 }  // namespace precise
 }  // namespace metal
+
+namespace mpp {
+namespace tensor_ops {
+struct matmul2d_descriptor {
+  enum class mode { multiply, multiply_accumulate };
+  int sizes[3];
+  constexpr matmul2d_descriptor(int m, int n, int k, bool, bool, bool, mode) : sizes{m, n, k} {}
+};
+struct CooperativeTensor {
+  static ushort get_capacity();
+  bool is_valid_element(ushort) const thread;
+  struct Index {
+    int operator[](int) const thread;
+  };
+  Index get_multidimensional_index(ushort) const thread;
+  thread float& operator[](ushort) thread;
+};
+CooperativeTensor any_tensor();
+template <const constant matmul2d_descriptor& D, typename Scope>
+struct matmul2d {
+  template <typename A, typename B, typename C>
+  CooperativeTensor get_destination_cooperative_tensor() const thread { return any_tensor(); }
+  template <typename A, typename B>
+  void run(const thread A&, const thread B&, thread CooperativeTensor&) const thread {}
+};
+}  // namespace tensor_ops
+}  // namespace mpp

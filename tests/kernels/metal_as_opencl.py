@@ -128,7 +128,9 @@ def mistakes(kernels: Iterable[Printed]) -> str:
     said = []
     for header, together in by_header.items():
         said += complaints(header) + [each for kernel in together for each in complaints(kernel.source)]
-        text = "".join([HEADER, header, *(kernel.as_opencl() for kernel in together)])
+        text = "".join(
+            [HEADER, re.sub(r"#include <[mM]etal.*>", "", header), *(kernel.as_opencl() for kernel in together)]
+        )
         command = clang()
         assert command is not None
         said.append(subprocess.run([*command, *FLAGS, "-"], input=text, text=True, capture_output=True).stderr)

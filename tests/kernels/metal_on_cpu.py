@@ -80,7 +80,7 @@ def metal_kernel(
         text = "\n".join(
             [
                 '#include "metal_on_cpu.h"',
-                header,
+                re.sub(r"#include <[mM]etal.*>", "", header),
                 'extern "C" void run(void** pointers, const Shape* shapes, const int* grid) {',
                 *constants,
                 *arguments,

@@ -28,7 +28,8 @@ from headstart.state import Recurrent
 
 pytestmark = pytest.mark.usefixtures("stock_ops")
 METAL = MetalBackend()
-COLUMNS = 10.0  # times as slow as the other kernel of ours
+MATRIX = 10.0  # times as slow as the other kernel of ours
+LACKS = {"metal-tensor": "needs matrix units"}
 
 
 class Chip:
@@ -39,6 +40,8 @@ class Chip:
         self.now = 0.0
         self.launched: list[tuple[str, int]] = []
         self.ours: Callable[[int], float] = lambda rows: 1.1 + 0.1 * rows
+        self.best = "metal"  # of ours
+        self.threads = 1024  # that a pipeline takes
         self.fails: str | None = None
         self.wrong = 0.0
         self.refuses = 0  # products of so many outputs
@@ -62,12 +65,14 @@ class Chip:
         self.launched.append((kernel, rows))
         return {"qmv": 0.0, "qmv_wide": 1e-6, "qmm": 2e-6}[kernel]
 
-    def launch_ours(self, x: mx.array, weights: list, slices: int) -> list[mx.array]:  # type: ignore[type-arg]
+    def launch_ours(self, x: mx.array, weights: list, kernel: str) -> list[mx.array]:  # type: ignore[type-arg]
+        if kernel == "metal-matrix" and self.threads < 256:
+            raise ValueError(f"Thread group size (256) is greater than  the {choice.TOO_MANY} ({self.threads}).")
         if self.fails is not None or weights[0].outputs == self.refuses:
             raise RuntimeError(self.fails)
         rows = prod(x.shape[:-1])
-        self.now += self.ours(rows) * (COLUMNS if slices == 1 else 1)
-        self.launched.append((f"ours {slices}", rows))
+        self.now += self.ours(rows) * (1 if kernel == self.best else MATRIX)
+        self.launched.append((kernel, rows))
         rounding = 4e-6 if rows >= self.changes_at else 3e-6
         made = [row_by_row(x, each.weight) * (1 + rounding) + self.wrong for each in weights]
         return made[:2] + [each + self.wrong_fused for each in made[2:]]
@@ -100,7 +105,7 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "headstart" / "kernels")
     monkeypatch.setattr(choice, "_decided", {})
     monkeypatch.setattr(choice, "identity", lambda: "Apple M2, macOS 15.0, mlx 1, kernels a")
-    monkeypatch.setattr(tune, "metal_refusal", lambda dtype, layer, weights: None)
+    monkeypatch.setattr(tune, "metal_refusal", lambda dtype, layer, weights, kernel="metal": LACKS.get(kernel))
     monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
 
 
@@ -119,14 +124,14 @@ def slower(rows: int) -> float:
 @pytest.mark.parametrize(
     ("chip", "ours", "small", "expected"),
     [
-        pytest.param((1, False), None, False, "metal-split", id="M1: stock reads weights again for every row"),
+        pytest.param((1, False), None, False, "metal", id="M1: stock reads weights again for every row"),
         pytest.param((1, False), slower, False, "stock-split", id="M1, ours slower: never so many rows as to change"),
         pytest.param((2, False), slower, True, "stock-split", id="M2, small shape"),
         pytest.param((1, True), slower, True, "stock", id="M1 Ultra, small shape: one kernel for 1 to 16 rows"),
-        pytest.param((2, True), None, False, "metal-split", id="M2 Ultra"),
+        pytest.param((2, True), None, False, "metal", id="M2 Ultra"),
         pytest.param((3, False), slower, False, "stock-padded", id="M3: another kernel from two rows on"),
         pytest.param((4, False), slower, False, "stock-padded", id="M4"),
-        pytest.param((4, True), lambda rows: 0.9, False, "metal-split", id="M4 Max, ours faster"),
+        pytest.param((4, True), lambda rows: 0.9, False, "metal", id="M4 Max, ours faster"),
         pytest.param((5, False), slower, True, "stock-padded", id="M5, small shape"),
         pytest.param((5, True), slower, False, "stock-padded", id="M5 Max"),
     ],
@@ -142,8 +147,8 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
     device.ours = ours or device.ours
     model, check = chosen_on(device, monkeypatch, small)
     assert (check.chosen, check.exact) == (expected, True)
-    assert [each.refused for each in check.candidates] == [None] * 6
-    assert all(set(each.seconds) == set(TIMED) for each in check.candidates)
+    assert [each.refused for each in check.candidates] == [None] * 6 + [LACKS["metal-tensor"]]
+    assert all(set(each.seconds) == set(TIMED) for each in check.candidates[:-1])
 
     # What was chosen computes every width, and a row in the bits that it has alone.
     x = mx.random.normal((16, 32), key=mx.random.key(5))
@@ -152,7 +157,7 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
         device.launched.clear()
         together = METAL.product(x[:rows], model.lm_head)
         assert mx.array_equal(together, mx.concatenate(alone[:rows])), rows
-        assert ("ours 4" in dict(device.launched)) == (expected == "metal-split")
+        assert ("metal" in dict(device.launched)) == (expected == "metal")
     device.launched.clear()
     METAL.product(mx.zeros((17, 32)), model.lm_head)  # a prompt's
     assert [rows for _, rows in device.launched] == [17]
@@ -170,6 +175,7 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
         ({"wrong": float("nan")}, "differs from stock ops"),
         ({"wrong_fused": 1e-6}, "differs from stock ops"),
         ({"changes_at": 9}, None),
+        ({"changes_at": 33}, None),
     ],
 )
 def test_a_kernel_that_fails_is_wrong_or_not_independent_is_never_used(
@@ -181,7 +187,7 @@ def test_a_kernel_that_fails_is_wrong_or_not_independent_is_never_used(
         setattr(chip, name, value)
     _, check = chosen_on(chip, monkeypatch)
     assert (check.chosen, check.exact) == ("stock-split", True)
-    for ours in check.candidates[-2:]:
+    for ours in check.candidates[4:6]:
         assert not ours.exact
         if reason is None:
             assert ours.refused is None
@@ -189,6 +195,37 @@ def test_a_kernel_that_fails_is_wrong_or_not_independent_is_never_used(
             assert (ours.refused or "").startswith(reason)
             assert not ours.seconds
     assert choice.kernels_in_use() == "native (metal, 1 of 1 operations)"
+
+
+def test_a_kernel_for_matrices_computes_up_to_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip(2)
+    chip.best = "metal-matrix"
+    model, check = chosen_on(chip, monkeypatch)
+    assert (check.chosen, check.exact) == ("metal-matrix", True)
+    METAL.prepare(model, mx.float32)
+    assert METAL.most_rows == choice.WIDE_ROWS
+    assert max(width * sequences for width, sequences in METAL.windows) == choice.WIDE_ROWS
+    x = mx.random.normal((64, 32), key=mx.random.key(5))
+    chip.launched.clear()
+    assert mx.array_equal(METAL.product(x, model.lm_head)[40:], METAL.product(x[40:], model.lm_head))
+    METAL.product(mx.zeros((65, 32)), model.lm_head)
+    assert chip.launched == [("metal-matrix", 64), ("metal-matrix", 24), ("qmm", 65)]
+    chip.best = "metal"
+    choose(operations(OneLayer(chip, outputs=20), mx.float32), clock=chip.clock)
+    METAL.prepare(model, mx.float32)
+    assert METAL.most_rows == choice.MOST_ROWS, "another product takes no more"
+
+
+def test_a_pipeline_that_takes_fewer_threads_is_launched_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip(2)
+    chip.best, chip.threads = "metal-matrix-4", 192
+    _, check = chosen_on(chip, monkeypatch)
+    assert (check.chosen, check.exact) == ("metal-matrix-4", True)
+    wide = next(each for each in check.candidates if each.name == "metal-matrix")
+    assert (wide.refused or "").endswith("(192).")
+    chip.threads = 256
+    choose(operations(OneLayer(chip, outputs=20), mx.float32), clock=chip.clock)
+    assert "metal-matrix-4" not in {each.name for each in checks()[-1].candidates}, "it is compiled for nothing"
 
 
 def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +236,7 @@ def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monke
     assert (check.chosen, check.exact) == ("stock", False)
     assert choice.kernels_in_use() == (
         "stock (metal, 0 of 1 operations; not exact: product 12×32, float32, float32; "
-        "metal-columns: failed: no such function; metal-split: failed: no such function)"
+        "metal-matrix: failed: no such function; metal-tensor: needs matrix units; metal: failed: no such function)"
     )
     assert not METAL.is_exact((), model, mx.float32)
 
@@ -212,17 +249,17 @@ def test_exactness_comes_before_speed_unless_the_model_cannot_be_exact(monkeypat
     chip.ours, chip.refuses = slower, 20
     monkeypatch.setattr(chip, "stock_kernel", inexact)
     model, check = chosen_on(chip, monkeypatch)
-    assert (check.chosen, check.exact) == ("metal-split", True), "exact, though slower"
+    assert (check.chosen, check.exact) == ("metal", True), "exact, though slower"
     wider = OneLayer(chip, outputs=20)
     wider.layers = [OneLayer(chip), OneLayer(chip, outputs=16)]
     choose(operations(wider, mx.float32), clock=chip.clock)
     found = {each.shape.partition("×")[0]: each.chosen for each in checks()}
-    assert found == {"12": "metal-split", "20": "stock", "16": "stock"}
+    assert found == {"12": "metal", "20": "stock", "16": "stock"}
     assert METAL.is_exact((), model, mx.float32), "a model that was loaded before stays exact"
     assert not METAL.is_exact((), wider, mx.float32)
     choice._decided.clear()
     choose(operations(wider.layers[1], mx.float32))
-    assert checks()[0].chosen == "metal-split", "what is kept is the exact choice"
+    assert checks()[0].chosen == "metal", "what is kept is the exact choice"
 
 
 def test_a_check_that_fails_does_not_end_loading_and_is_not_kept(
@@ -273,14 +310,19 @@ def test_a_candidate_that_fails_when_it_is_timed_is_not_used(monkeypatch: pytest
 
     def turn(operation: choice.Operation, run: choice.Run, rows: int, launches: int, clock: choice.Clock) -> float:
         taken = begun(operation, run, rows, launches, clock)
-        if chip.launched[-1][0] == "ours 4":
+        if chip.launched[-1][0] == "metal":
             raise RuntimeError("timeout")
         return taken
 
     monkeypatch.setattr(choice, "_turn", turn)
     _, check = chosen_on(chip, monkeypatch)
     assert check.chosen == "stock-split"
-    assert [each.refused for each in check.candidates] == [*[None] * 4, "failed: timeout", None]
+    assert [each.refused for each in check.candidates] == [
+        *[None] * 4,
+        "failed: timeout",
+        None,
+        LACKS["metal-tensor"],
+    ]
 
 
 def test_a_kept_name_that_is_not_known_is_a_stock_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,10 +345,10 @@ def test_choices_are_kept_until_chip_system_library_or_sources_change(
         choose(operations(OneLayer(chip), mx.float32), lambda *progress: said.append(progress), chip.clock)
         return checks()[-1].chosen
 
-    assert again() == "metal-split"
+    assert again() == "metal"
     assert said == [(0, 1, "product 12×32, float32, float32"), (1, 1, "")]
     found = checks()
-    assert again() == "metal-split"
+    assert again() == "metal"
     assert checks() == [replace(each, kept=True) for each in found]
     assert not said
     assert not chip.launched, "nothing was measured again"
@@ -321,7 +363,7 @@ def test_choices_are_kept_until_chip_system_library_or_sources_change(
     choose(operations(OneLayer(chip, outputs=20), mx.float32), clock=chip.clock)
     choice._decided.clear()
     choose([*operations(OneLayer(chip), mx.float32), *operations(OneLayer(chip, outputs=20), mx.float32)])
-    assert [each.chosen for each in checks()] == ["stock-split", "metal-split"], "shapes are kept beside each other"
+    assert [each.chosen for each in checks()] == ["stock-split", "metal"], "shapes are kept beside each other"
 
 
 def test_a_choice_depends_on_the_sources_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +386,7 @@ def test_a_choice_depends_on_the_sources_of_the_kernels(monkeypatch: pytest.Monk
         lambda text: "[]",
         lambda text: text[: len(text) // 2],
         lambda text: text.replace('"chosen"', '"what"'),
-        lambda text: text.replace('"chosen": "metal-split"', '"chosen": "stock"'),  # and said to be exact
+        lambda text: text.replace('"chosen": "metal"', '"chosen": "stock"'),  # and said to be exact
         lambda text: text.replace("12×32", "13×32").replace(r"12\u00d732", r"13\u00d732"),
         lambda text: text.replace('"exact": true', '"exact": 7', 1),
         lambda text: text.replace('"seconds": {', '"seconds": {"x": 1, ', 1),
@@ -368,14 +410,14 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 ) -> None:
     (tmp_path / "headstart").write_text("a file, not a folder")
     with caplog.at_level(logging.WARNING, "headstart"):
-        assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal-split"
+        assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal"
     assert "not kept" in caplog.text
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal-split"
+    assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal"
 
 
 def test_choices_that_others_may_have_written_are_not_read(
@@ -424,7 +466,7 @@ def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
         assert check.chosen.startswith("stock")
         ours = [each for each in check.candidates if each.name.startswith("metal")]
         assert ours
-        assert all("Unable to build" in (each.refused or "") for each in ours)
+        assert all("Unable to build" in (each.refused or "") for each in ours if each.name not in LACKS)
     assert METAL.is_exact((), model.weights, model.dtype) == all(each.exact for each in checks())
 
 

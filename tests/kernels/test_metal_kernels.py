@@ -2,6 +2,7 @@
 only a Mac can show is listed in `headstart.kernels.metal`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import metal_on_cpu
 import mlx.core as mx
@@ -12,18 +13,24 @@ from launches import address
 
 from headstart.kernels import Backend
 from headstart.kernels.layers import Attention
-from headstart.kernels.metal import attention, device, experts, products
+from headstart.kernels.metal import attention, choice, device, experts, products, tune
 from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend, metal_attend_into
 from headstart.kernels.metal.norm import metal_norm
-from headstart.kernels.metal.products import SLICES, metal_products
+from headstart.kernels.metal.products import metal_products
+from headstart.kernels.metal.tune import operations
 from headstart.kernels.types import HeadNorms
 from headstart.kernels.weights import MatrixWeights
 from headstart.state import KV
 
 SLOW = pytest.mark.slow
-SPLIT, COLUMNS = SLICES["metal-split"], SLICES["metal-columns"]
 K = 576  # not the same number of lanes at work in every slice
 KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
+
+
+@pytest.fixture
+def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simdgroups split sums of K inputs."""
+    monkeypatch.setattr(products, "LONG", K)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -208,43 +215,81 @@ def test_a_window_written_in_place_gives_the_bits_of_separate_kernels(
 
 
 @pytest.mark.parametrize(
-    ("bits", "slices"),
-    [(4, SPLIT), (16, COLUMNS), pytest.param(8, COLUMNS, marks=SLOW), pytest.param(16, SPLIT, marks=SLOW)],
+    ("bits", "kernel", "inputs"),
+    [
+        (4, "metal", K),
+        (4, "metal-matrix", K),
+        pytest.param(16, "metal", K // 2, marks=SLOW),
+        pytest.param(8, "metal", K // 2, marks=SLOW),
+        pytest.param(16, "metal-matrix", K, marks=SLOW),
+        pytest.param(4, "metal-tensor", K, marks=SLOW),
+    ],
 )
-def test_a_gated_product_is_right_and_a_row_has_the_same_bits_in_any_number(bits: int, slices: int) -> None:
-    gate = random_weights((14, K), bits, 64)
-    up = random_weights((14, K), bits, 64, seed=1)
-    x = normal(7, 1, K, seed=3)
-    (found,) = metal_products(x, [gate, up], slices, gated=True)
+def test_a_gated_product_is_right_and_a_row_has_the_same_bits_in_any_number(
+    bits: int, kernel: str, inputs: int, split_early: None
+) -> None:
+    gate = random_weights((18, inputs), bits, 32)
+    up = random_weights((18, inputs), bits, 32, seed=1)
+    x = normal(7, 1, inputs, seed=3)
+    (found,) = metal_products(x, [gate, up], kernel, gated=True)
     first, second = (exact(x) @ dequantised(each).T for each in (gate, up))
     assert error(found, first / (1 + np.exp(-first)) * second) < 3 * rounding(mx.bfloat16)
     for count in (1, 2, 4, 5):
-        (alone,) = metal_products(x[7 - count :], [gate, up], slices, gated=True)
+        (alone,) = metal_products(x[7 - count :], [gate, up], kernel, gated=True)
         assert mx.array_equal(alone, found[7 - count :])
 
 
 @pytest.mark.parametrize(
-    ("bits", "slices", "dtype"),
+    ("bits", "kernel", "inputs", "dtype"),
     [
-        (4, SPLIT, mx.bfloat16),
-        (16, COLUMNS, mx.float16),
-        pytest.param(8, COLUMNS, mx.bfloat16, marks=SLOW),
-        pytest.param(16, SPLIT, mx.bfloat16, marks=SLOW),
+        (4, "metal", K, mx.bfloat16),
+        (4, "metal-matrix", K, mx.bfloat16),
+        pytest.param(16, "metal", K // 2, mx.float16, marks=SLOW),
+        pytest.param(8, "metal", K // 2, mx.bfloat16, marks=SLOW),
+        pytest.param(16, "metal", K, mx.bfloat16, marks=SLOW),
+        pytest.param(16, "metal-matrix", K, mx.float16, marks=SLOW),
+        pytest.param(8, "metal-tensor", K, mx.bfloat16, marks=SLOW),
     ],
 )
 def test_norm_and_sum_within_a_product_have_the_bits_of_separate_kernels(
-    bits: int, slices: int, dtype: mx.Dtype
+    bits: int, kernel: str, inputs: int, dtype: mx.Dtype, split_early: None
 ) -> None:
-    first, second = (random_weights((10 + i, K), bits, 64, dtype, seed=i) for i in (0, 1))
-    norm, x = 1 + normal(K, seed=5, dtype=mx.float32) / 8, normal(7, 1, K, seed=3, dtype=dtype)
+    first, second = (random_weights((10 + i, inputs), bits, 32, dtype, seed=i) for i in (0, 1))
+    norm, x = 1 + normal(inputs, seed=5, dtype=mx.float32) / 8, normal(7, 1, inputs, seed=3, dtype=dtype)
     (normed,) = metal_norm(x, None, norm, 1e-6)
-    apart = metal_products(normed, [first, second], slices)
-    together = metal_products(x, [first, second], slices, norm=(norm, 1e-6))
+    apart = metal_products(normed, [first, second], kernel)
+    together = metal_products(x, [first, second], kernel, norm=(norm, 1e-6))
     assert all(mx.array_equal(a, b) for a, b in zip(together, apart, strict=True))
-    (gated,) = metal_products(x, [first, first], slices, gated=True, norm=(norm, 1e-6))
-    assert mx.array_equal(gated, metal_products(normed, [first, first], slices, gated=True)[0])
+    (gated,) = metal_products(x, [first, first], kernel, gated=True, norm=(norm, 1e-6))
+    assert mx.array_equal(gated, metal_products(normed, [first, first], kernel, gated=True)[0])
     residual = normal(7, 1, 10, seed=6, dtype=dtype)
-    (added,) = metal_products(x, [first], slices, residual=residual)
-    assert mx.array_equal(added, residual + metal_products(x, [first], slices)[0])
-    (alone,) = metal_products(x[5:6], [first], slices, residual=residual[5:6])
+    (added,) = metal_products(x, [first], kernel, residual=residual)
+    assert mx.array_equal(added, residual + metal_products(x, [first], kernel)[0])
+    (alone,) = metal_products(x[5:6], [first], kernel, residual=residual[5:6])
     assert mx.array_equal(alone, added[5:6])
+
+
+def test_fewer_simdgroups_have_the_same_bits() -> None:
+    weights, x = random_weights((33, 288), 4, 32), normal(9, 288, seed=1)
+    found, narrower = (metal_products(x, [weights], kernel)[0] for kernel in ("metal-matrix", "metal-matrix-4"))
+    assert mx.array_equal(narrower, found)
+
+
+@pytest.mark.parametrize("other_order", [pytest.param(False, marks=SLOW), True])
+def test_a_chip_whose_units_sum_in_another_order_is_found_out(
+    other_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One and two rows are then computed in another order than more."""
+    monkeypatch.setattr(metal_on_cpu, "FLAGS", [*metal_on_cpu.FLAGS, *["-DOTHER_ORDER=true"] * other_order])
+    for name, value in {"TIMED": (1, 4), "REPEATS": 1, "LAUNCHES": 1, "MOST_ROWS": 4, "WIDER": (9,)}.items():
+        monkeypatch.setattr(choice, name, value)
+    monkeypatch.setattr(choice, "_score", lambda candidate: candidate.name != "metal-matrix")
+    for name in ("WIDE_ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(tune, name, 17)
+    model = nn.Module()
+    model.proj = nn.QuantizedLinear(64, 5, bias=False, group_size=32, bits=4)
+    (operation,) = operations(model, mx.float32)
+    check = choice.decide(replace(operation, forms=1))
+    found = next(each for each in check.candidates if each.name == "metal-matrix")
+    assert found.exact is not other_order
+    assert (check.chosen == "metal-matrix") is not other_order

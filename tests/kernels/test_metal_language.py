@@ -30,6 +30,7 @@ KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kerne
 def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     metal_as_opencl.need_clang()
     monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(products, "has_matrix_units", lambda: True)
     monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
     for kernel in KERNELS:
         kernel.cache_clear()
@@ -130,6 +131,8 @@ FAULTS = {
         "const device T* scores, int top",
     ),
     "memory of a threadgroup passed as a thread's": ("threadgroup float* line,", "float* line,"),
+    "tiles of a threadgroup passed as a thread's": ("threadgroup T* tiles,", "T* tiles,"),
+    "a descriptor of the program": ("constant constexpr auto TILE", "constexpr auto TILE"),
     "a pointer in a launcher": ("static_cast<const device T*>(nullptr)", "static_cast<const T*>(nullptr)"),
 }
 
@@ -140,6 +143,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> list[Printed]:
     metal_as_opencl.need_clang()
     with pytest.MonkeyPatch.context() as patch, printing(patch):
         patch.setattr(choice, "_decided", {})
+        patch.setattr(products, "has_matrix_units", lambda: True)
         for kernel in KERNELS:
             kernel.cache_clear()
         models = [tiny("moe", tmp_path_factory.mktemp("moe"), bits) for bits in (4, 16)]

@@ -10,9 +10,10 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from fixtures import family_model, random_prompt
 from headstart.engine import Engine, Request
 from headstart.kernels.layers import Attention, Pass
-from headstart.kernels.metal import choice, prompts, stock
+from headstart.kernels.metal import choice, device, prompts, stock
 from headstart.kernels.metal.backend import MetalBackend
-from headstart.kernels.metal.prompts import MetalPrompts, has_matrix_units, reads_wide
+from headstart.kernels.metal.device import has_matrix_units
+from headstart.kernels.metal.prompts import MetalPrompts, reads_wide
 from headstart.kernels.types import ArrangedHeads
 from headstart.models import Model
 from headstart.models.memory import Footprint
@@ -111,7 +112,7 @@ def test_matrix_units_are_those_that_mlx_uses(
     architecture: str, macos: str, units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
-    monkeypatch.setattr(prompts.platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+    monkeypatch.setattr(device.platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
     assert has_matrix_units() == units
 
 

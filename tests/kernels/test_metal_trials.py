@@ -36,7 +36,7 @@ def crash(folder: Path, valid_for: str = "Apple M1") -> None:
         trials = Trials(folder, valid_for)
         with trials.trying("norm 64", "stock"):
             pass
-        with trials.trying("product 12", "metal-split"):
+        with trials.trying("product 12", "metal"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_a_child(run) == -signal.SIGKILL
@@ -45,7 +45,7 @@ def crash(folder: Path, valid_for: str = "Apple M1") -> None:
 def refused(folder: Path, valid_for: str = "Apple M1") -> list[str | None]:
     trials = Trials(folder, valid_for)
     try:
-        return [trials.refusal(*each) for each in (("norm 64", "stock"), ("product 12", "metal-split"))]
+        return [trials.refusal(*each) for each in (("norm 64", "stock"), ("product 12", "metal"))]
     finally:
         trials.close()
 
@@ -68,10 +68,10 @@ def test_another_chip_system_or_release_tries_it_again(tmp_path: Path) -> None:
 
 def test_a_trial_of_a_process_that_lives_is_no_crash(tmp_path: Path) -> None:
     other = Trials(tmp_path, "Apple M1")
-    with other.trying("product 12", "metal-split"):
+    with other.trying("product 12", "metal"):
         assert refused(tmp_path) == [None, None]
-        assert json.loads(next(tmp_path.glob("trying-*")).read_text())["candidate"] == "metal-split"
-    with pytest.raises(KeyboardInterrupt), other.trying("product 12", "metal-split"):
+        assert json.loads(next(tmp_path.glob("trying-*")).read_text())["candidate"] == "metal"
+    with pytest.raises(KeyboardInterrupt), other.trying("product 12", "metal"):
         raise KeyboardInterrupt
     assert next(tmp_path.glob("trying-*")).read_text() == ""
     other.close()
@@ -96,14 +96,14 @@ def test_what_hangs_ends_the_process_and_is_not_tried_by_the_next(
 ) -> None:
     ended = []
     hung = Trials(tmp_path, "Apple M1", longest=0.0, end=lambda: ended.append(os.getpid()))
-    with hung.trying("product 12", "metal-split"):
+    with hung.trying("product 12", "metal"):
         while not ended:
             pass
-    assert "metal-split of product 12 did not end within 0 s" in caplog.text
+    assert "metal of product 12 did not end within 0 s" in caplog.text
     hung.close()
 
     def hang() -> None:
-        with Trials(tmp_path, "Apple M1", longest=0.0).trying("product 12", "metal-split"):
+        with Trials(tmp_path, "Apple M1", longest=0.0).trying("product 12", "metal"):
             time.sleep(60)
 
     assert in_a_child(hang) == 70
@@ -124,7 +124,7 @@ def product(
     def stock(b: slice, w: slice) -> mx.array:
         return mx.ones((16, 1, 4))[b, w]
 
-    return Operation("product", "12", lambda: {"stock": (stock,), "metal-split": (run, fused or run)})
+    return Operation("product", "12", lambda: {"stock": (stock,), "metal": (run, fused or run)})
 
 
 def boom(b: slice, w: slice) -> mx.array:
@@ -133,13 +133,13 @@ def boom(b: slice, w: slice) -> mx.array:
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_a_crashed_candidate_is_left_out_of_the_choice(mac: Path, in_turns: bool) -> None:
-    what = choice.TIMING if in_turns else "metal-split"
+    what = choice.TIMING if in_turns else "metal"
     (mac / "crashed.json").write_text(json.dumps({"Apple M1": [["product 12", what]]}))
     choose([product(boom)])
     (check,) = checks()
     assert (check.chosen, check.exact) == ("stock", True)
     (excluded,) = check.excluded
-    assert excluded.startswith("product 12: metal-split crashed: ")
+    assert excluded.startswith("product 12: metal crashed: ")
 
 
 def test_where_mlx_itself_crashed_nothing_is_tried(mac: Path) -> None:
@@ -149,7 +149,7 @@ def test_where_mlx_itself_crashed_nothing_is_tried(mac: Path) -> None:
 
 
 def test_what_is_slower_is_not_compiled_in_all_its_forms(mac: Path) -> None:
-    seconds = {"stock": 1.0, "metal-split": 2.0}
+    seconds = {"stock": 1.0, "metal": 2.0}
     now = [0.0]
 
     def timed(name: str) -> Callable[[slice, slice], mx.array]:
@@ -159,9 +159,7 @@ def test_what_is_slower_is_not_compiled_in_all_its_forms(mac: Path) -> None:
 
         return run
 
-    operation = Operation(
-        "product", "12", lambda: {"stock": (timed("stock"),), "metal-split": (timed("metal-split"), boom)}
-    )
+    operation = Operation("product", "12", lambda: {"stock": (timed("stock"),), "metal": (timed("metal"), boom)})
     choose([operation], clock=lambda: now[0])
     (check,) = checks()
     assert check.chosen == "stock"
@@ -181,5 +179,5 @@ def test_each_trial_is_noted_before_it_begins(mac: Path, monkeypatch: pytest.Mon
         return mx.ones((16, 1, 4))[b, w]
 
     choose([product(run)])
-    assert set(noted) == {"metal-split", choice.TIMING}
+    assert set(noted) == {"metal", choice.TIMING}
     assert trials.CRASHED not in [path.name for path in mac.iterdir()]

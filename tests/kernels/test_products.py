@@ -39,7 +39,9 @@ def cases() -> Iterator[Any]:
         ("cuda", 4, 64, 1, 64, "bfloat16"),  # less than a chunk, less than a tile
         ("cuda", 8, 32, 33, 96, "float16"),
         ("cuda", 16, 1, 40, 640, "float16"),
-        ("metal", 4, 64, 6, 576, "bfloat16"),  # not the same number of lanes at work in every slice
+        ("metal", 4, 64, 6, 576, "bfloat16"),  # more than a step of some lanes
+        ("metal-matrix", 4, 64, 33, 320, "bfloat16"),  # more than a tile, and more than a block of some slices
+        ("metal-tensor", 4, 64, 33, 320, "bfloat16"),
     ]
     yield from fast
     slow = [
@@ -49,19 +51,31 @@ def cases() -> Iterator[Any]:
         ("cuda", 16, 1, 48, K, "bfloat16"),
         ("cuda", 4, 64, 100, LONG, "bfloat16"),
         ("cuda", 8, 128, 40, LONG // 2, "bfloat16"),
-        ("metal-columns", 16, 1, 9, 2064, "bfloat16"),
-        ("metal-columns", 8, 32, 9, 96, "float16"),
+        ("metal", 16, 1, 9, 2064, "bfloat16"),
+        ("metal", 8, 32, 9, 96, "float16"),
         ("metal", 4, 32, 33, 96, "float16"),
         ("metal", 4, 128, 6, LONG, "bfloat16"),  # a lane takes several steps
-        ("metal-columns", 4, 64, 1, 64, "bfloat16"),  # a single scale: MLX passes it as a constant
-        ("metal-columns", 4, 32, 17, 2144, "float32"),
-        ("metal-columns", 4, 128, 9, 640, "bfloat16"),
+        ("metal", 4, 64, 1, 64, "bfloat16"),  # a single scale: MLX passes it as a constant
+        ("metal", 4, 32, 17, 2144, "float32"),
+        ("metal", 4, 128, 9, 640, "bfloat16"),
         ("metal", 8, 32, 9, 2144, "bfloat16"),
         ("metal", 8, 64, 9, 2112, "bfloat16"),
-        ("metal-columns", 8, 64, 9, 576, "bfloat16"),
-        ("metal-columns", 8, 128, 9, 640, "bfloat16"),
+        ("metal", 8, 64, 9, 576, "bfloat16"),
+        ("metal", 8, 128, 9, 640, "bfloat16"),
         ("metal", 8, 128, 5, LONG, "float32"),
         ("metal", 16, 1, 40, 640, "float16"),
+        ("metal-matrix", 4, 32, 5, 96, "float32"),  # slices without a block
+        ("metal-matrix", 4, 128, 40, 384, "float16"),
+        ("metal-matrix", 8, 32, 33, 544, "bfloat16"),
+        ("metal-matrix", 8, 64, 9, 320, "float16"),
+        ("metal-matrix", 8, 128, 9, 384, "float32"),
+        ("metal-matrix", 16, 1, 33, 320, "bfloat16"),
+        ("metal-matrix", 16, 1, 1, 32, "float16"),
+        ("metal-tensor", 4, 32, 5, 96, "float16"),
+        ("metal-tensor", 4, 128, 40, 384, "bfloat16"),
+        ("metal-tensor", 8, 32, 33, 544, "float16"),
+        ("metal-tensor", 8, 64, 9, 320, "bfloat16"),
+        ("metal-tensor", 16, 1, 33, 320, "bfloat16"),
     ]
     yield from (pytest.param(*each, marks=SLOW) for each in slow)
 
@@ -71,7 +85,10 @@ ROWS = {  # in all, and alone
     "cpu": (80, (*range(1, 17), 67)),
     "cuda": (40, (1, 2, 8, 9, 16, 17)),
     "metal": (16, range(1, 16)),
+    "metal-matrix": (64, range(1, 64)),
+    "metal-tensor": (64, range(1, 64)),
 }
+FEW = (1, 2, 3, 8, 9, 16, 17, 33)  # of those that take long, where tests are fast
 
 
 @pytest.mark.parametrize(("backend", "bits", "group", "outputs", "inputs", "dtype"), [*cases()], indirect=["backend"])
@@ -80,7 +97,10 @@ def test_a_product_is_that_of_float64_and_a_row_the_same_among_any_number(
 ) -> None:
     kind, layer = getattr(mx, dtype), linear(outputs, inputs, bits, group, dtype)
     choose_kernels(backend, kind, ["product"], layer)
-    most, alone = ROWS[request.node.callspec.params["backend"].partition("-")[0]]
+    name = request.node.callspec.params["backend"]
+    most, alone = ROWS[name]
+    if most == 64 and not request.node.get_closest_marker("slow"):
+        alone = FEW
     x = normal(most, inputs, seed=1, dtype=kind)
     found = backend.product(x, layer)
     # What is left is the rounding of the output, and in float32 that of sums.

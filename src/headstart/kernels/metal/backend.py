@@ -28,13 +28,13 @@ from ..streams import HyperConnection, StreamWeights
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_shape, metal_arrange, metal_attend, metal_attend_into
-from .choice import MOST_ROWS, checks, choose, chosen_kernel, is_exact, kernels_in_use
+from .choice import MOST_ROWS, WIDE_ROWS, checks, choose, chosen_kernel, is_exact, kernels_in_use
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
 from .fused import FusedProduct, Launch, launches_of
 from .gated_delta import gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
 from .order import Order, nothing
-from .products import SLICES, STOCK_ROWS, metal_products, product_shape, split_product
+from .products import KERNELS, STOCK_ROWS, metal_products, most_rows, product_shape, split_product
 from .steps import MetalSampling
 from .stock import StockMetal
 from .streams import metal_stream_weights, streams_shape
@@ -43,6 +43,7 @@ from .tune_sampling import sampling_operations
 
 LOG = logging.getLogger("headstart")
 MOMENT = 1.0  # seconds
+WINDOWS: tuple[tuple[int, int], ...] = ((16, 1), (1, 5), (2, 8), (1, 16))  # at most MOST_ROWS rows
 
 
 @cache
@@ -56,7 +57,7 @@ class MetalBackend(MetalSampling, StockMetal):
     most_rows = MOST_ROWS
     in_place = True
     _fused: ClassVar[WeakKeyDictionary[Layer, list[tuple[Launch, Launch]] | None]] = WeakKeyDictionary()
-    windows = ((16, 1), (1, 5), (2, 8), (1, 16))  # at most MOST_ROWS rows
+    windows = WINDOWS
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +94,11 @@ class MetalBackend(MetalSampling, StockMetal):
             choose(sampling_operations(weights, dtype), CheckProgress())
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
+        products = [each.chosen for each in checks() if each.operation in ("product", "experts")]
+        if products and all(most_rows(chosen) == WIDE_ROWS for chosen in products):
+            self.most_rows, self.windows = WIDE_ROWS, (*WINDOWS, (16, 4), (1, 64))
+        else:
+            self.most_rows, self.windows = MOST_ROWS, WINDOWS
 
     def is_exact(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
         """Return whether every kernel that was chosen computes a row the same whatever stands beside it."""
@@ -126,8 +132,10 @@ class MetalBackend(MetalSampling, StockMetal):
     def decoder_layer(
         self, layer: Layer, x: mx.array, normed: mx.array | None, memories: Sequence[KV | Recurrent], run: Pass
     ) -> tuple[mx.array, mx.array | None]:
-        launches = self._launches(layer, x.dtype) if prod(x.shape[:-1]) <= MOST_ROWS else None
-        if launches is None or run.share.ranks > 1:
+        rows = prod(x.shape[:-1])
+        launches = self._launches(layer, x.dtype) if rows <= WIDE_ROWS else None
+        fit = launches is not None and all(each.takes(rows) for pair in launches for each in pair)
+        if launches is None or not fit or run.share.ranks > 1:
             return super().decoder_layer(layer, x, normed, memories, run)
         held = iter(memories)
         for part, (first, last) in zip(layer.parts, launches, strict=True):
@@ -162,37 +170,37 @@ class MetalBackend(MetalSampling, StockMetal):
         return total, normed
 
     def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
-        if prod(x.shape[:-1]) > MOST_ROWS:
-            return super().multiply(x, layers)
-        return _multiply(
+        made = _multiply(
             "product",
             x.dtype,
             layers,
-            launch=lambda weights, slices: metal_products(x, weights, slices),
+            prod(x.shape[:-1]),
+            launch=lambda weights, kernel: metal_products(x, weights, kernel),
             stock=lambda layer, name: split_product(x, layer, *STOCK_ROWS.get(name, STOCK_ROWS["stock"])),
         )
+        return super().multiply(x, layers) if made is None else made
 
     def gated_product(
         self, x: mx.array, gate: nn.Module, up: nn.Module, adapters: ChosenAdapters | None = None
     ) -> mx.array:
         product = FusedProduct((gate, up), gated=True)
-        slices = product.slices(x.dtype) if prod(x.shape[:-1]) <= MOST_ROWS else None
-        if slices is None:
+        rows = prod(x.shape[:-1])
+        kernel = product.kernel(x.dtype) if rows <= WIDE_ROWS else None
+        if kernel is None or rows > most_rows(kernel):
             return super().gated_product(x, gate, up, adapters)
-        return Launch(product, slices)(x)[0]
+        return Launch(product, kernel)(x)[0]
 
     def hyper_weights(self, products: mx.array, hc: HyperConnection) -> StreamWeights:
         ours = chosen_kernel("streams", streams_shape(hc)) == "metal"
         return metal_stream_weights(products, hc) if ours else super().hyper_weights(products, hc)
 
     def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
-        if prod(indices.shape[:-1]) > MOST_ROWS:
-            return None
         return _multiply(
             "experts",
             x.dtype,
             layers,
-            launch=lambda weights, slices: metal_experts(x, indices, weights, slices),
+            prod(indices.shape[:-1]),
+            launch=lambda weights, _: metal_experts(x, indices, weights),
             stock=lambda layer, _: stock_experts(x, indices, layer),
         )
 
@@ -268,21 +276,27 @@ def _multiply(
     operation: str,
     dtype: mx.Dtype,
     layers: Sequence[nn.Module],
-    launch: Callable[[list[MatrixWeights], int], list[mx.array]],
+    rows: int,
+    launch: Callable[[list[MatrixWeights], str], list[mx.array]],
     stock: Callable[[nn.Module, str], mx.array],
-) -> list[mx.array]:
-    """Compute each layer by the kernel that was chosen for its shape: ours by `launch` with the slices of k, several
-    at once where they can be; others by `stock`, with their name."""
+) -> list[mx.array] | None:
+    """Compute each layer by the kernel that was chosen for its shape: ours by `launch` with its name, several at once
+    where they can be; others by `stock`, with theirs. None where there are too many
+    rows for one of them."""
+    if rows > WIDE_ROWS:
+        return None
     found = [matrix_weights(layer) for layer in layers]
     shapes = [product_shape(dtype, *pair) for pair in zip(layers, found, strict=True)]
     names = [chosen_kernel(operation, shape) for shape in shapes]
+    if any(rows > most_rows(name) for name in names):
+        return None
     launches: dict[tuple[str, int, int], list[int]] = {}
     for index, (name, weights) in enumerate(zip(names, found, strict=True)):
-        if name in SLICES:
+        if name in KERNELS:
             launches.setdefault((name, weights.bits, weights.group), []).append(index)
     made: dict[int, mx.array] = {}
     for (name, *_), together in launches.items():
-        made |= dict(zip(together, launch([found[index] for index in together], SLICES[name]), strict=True))
+        made |= dict(zip(together, launch([found[index] for index in together], name), strict=True))
     return [made[i] if i in made else stock(layer, names[i]) for i, layer in enumerate(layers)]
 
 

@@ -1,7 +1,8 @@
 """Check kernels on the user's machine, time them beside stock ops, and choose one for each shape of weights.
 
-One kernel serves every number of rows from 1 to 16: choosing by the number of rows would change a sequence's bits
-when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, mlx-lm, our sources and shape.
+One kernel serves every number of rows from 1 to 16, or to 64: choosing by the number of rows would change a
+sequence's bits when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, mlx-lm, our sources and
+shape.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +25,12 @@ from .kept import read_checks, save_check
 from .trials import Trials
 
 MOST_ROWS = 16
+WIDE_ROWS = 64  # of kernels that multiply matrices
+WIDER = (17, 24, 25, 32, 33, 48, 49, 63)  # rows that are looked at beyond MOST_ROWS
 TIMED = (1, 4)  # rows: a plain step, and a window of three drafts
 TIMING = "all of them, in turns"
 REPEATS, LAUNCHES, TURN = 5, 8, 2e-3  # a turn is up to so many launches, in about so many seconds
+TOO_MANY = "maximum allowed threads per threadgroup"  # MLX says of a pipeline
 LARGEST = 10  # times the tolerance may an element be off
 TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 3e-3, mx.float32: 1e-4}
 
@@ -46,6 +50,7 @@ class Operation:
     width: int = 1
     comparable: Callable[[mx.array], mx.array] = lambda made: made  # what must be close to stock ops'
     forms: int = 1  # of the kernels, that the model uses
+    narrower: Mapping[str, str] = field(default_factory=dict)  # candidates with fewer threads than others, by name
 
     @property
     def key(self) -> str:
@@ -55,12 +60,24 @@ class Operation:
 def decide(operation: Operation, clock: Clock = time.perf_counter, trials: Trials | None = None) -> KernelCheck:
     """Choose the fastest candidate whose rows are independent; `stock`, the oracle, where there is none.
 
-    Each is compared and timed at a few widths. From the fastest on they are then looked at in every form and at every
-    width, until one is independent: what is slower is not compiled for those.
+    Candidates with fewer threads are left out unless a pipeline does not take those of the others.
     """
+    candidates = operation.candidates()
+    first = {name: runs for name, runs in candidates.items() if name not in operation.narrower}
+    check = _decide(operation, first, clock, trials)
+    refused = {each.name for each in check.candidates if TOO_MANY in (each.refused or "")}
+    also = {name: candidates[name] for name, wide in operation.narrower.items() if wide in refused}
+    return _decide(operation, first | also, clock, trials) if also else check
+
+
+def _decide(
+    operation: Operation, candidates: Mapping[str, Runs | str], clock: Clock, trials: Trials | None
+) -> KernelCheck:
+    """Choose among candidates. Each is compared and timed at a few widths. From the fastest on they are then looked
+    at in every form and at every width, until one is independent: what is slower is not compiled for those."""
     found: dict[str, Candidate] = {}
     runnable: dict[str, Runs] = {}
-    for name, runs in operation.candidates().items():
+    for name, runs in candidates.items():
         if refused := runs if isinstance(runs, str) else _crashed(operation, name, trials):
             found[name] = Candidate(name, refused)
         elif not isinstance(runs, str):
@@ -86,8 +103,8 @@ def decide(operation: Operation, clock: Clock = time.perf_counter, trials: Trial
                 found[name] = _prove(operation, found[name], runnable[name], stock, clock)
             if found[name].exact:
                 break
-    candidates = tuple(found.values())
-    check = KernelCheck(operation.operation, operation.shape, "stock", False, candidates, operation.forms)
+    tried = tuple(found.values())
+    check = KernelCheck(operation.operation, operation.shape, "stock", False, tried, operation.forms)
     return _fastest(check, exact=True)
 
 
@@ -187,7 +204,8 @@ def _same_bits(operation: Operation, run: Run, together: mx.array) -> Iterator[m
     """Yield whether rows have their bits of `together` in any number of sequences, and in windows of any width that
     begin and end anywhere."""
     B, W = operation.sequences, operation.width
-    parts = [(slice(B - n, B), slice(0, W)) for n in range(1, B + 1)]
+    counts = [n for n in range(1, B + 1) if n <= MOST_ROWS or n in (*WIDER, B)]
+    parts = [(slice(B - n, B), slice(0, W)) for n in counts]
     if W > 1:
         parts += [(slice(0, 1), slice(W - w, W)) for w in range(1, W)]
         parts += [(slice(B - 1, B), slice(0, w)) for w in range(1, W)]

@@ -1,11 +1,16 @@
-"""What every Metal kernel of ours needs: its source, and whether there is a device to run it."""
+"""What every Metal kernel of ours needs: its source, and what the device has."""
 
 import hashlib
+import platform
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+MATRIX_UNITS = 17  # the generation of Apple's GPUs, M5, that has them; of phones it is the next
+NEEDS = (26, 2)  # macOS
 
 
 def type_name(dtype: mx.Dtype) -> str:
@@ -31,3 +36,10 @@ def metal_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], s
         header=metal_sources(*headers),
         compile_options={"math_mode": "safe"},
     )
+
+
+def has_matrix_units() -> bool:
+    """Return whether MLX uses a GPU's matrix units, as mlx/backend/metal/device.cpp decides it."""
+    found = re.search(r"g(\d+)(\w)$", str(mx.device_info().get("architecture", "")))
+    version = tuple(int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])[:2])
+    return bool(found) and int(found[1]) >= MATRIX_UNITS + (found[2] == "p") and version >= NEEDS  # type: ignore[index]

@@ -7,12 +7,12 @@ import mlx.core as mx
 
 from ..weights import MatrixWeights, weight_names
 from .device import metal_kernel, type_name
-from .products import launch_multiply, multiply
+from .products import Body, lanes_body, launch_multiply, multiply
 
 PAIR_ROWS = 4  # rows that share an expert, side by side
 
 
-def metal_experts(x: mx.array, indices: mx.array, weights: list[MatrixWeights], slices: int) -> list[mx.array]:
+def metal_experts(x: mx.array, indices: mx.array, weights: list[MatrixWeights]) -> list[mx.array]:
     """Return x by the experts of each row's `indices` [..., E], for every weight [experts, N, K]: [..., E, N].
 
     x is [..., K], or [..., E, K] where each expert has an input of its own.
@@ -20,22 +20,24 @@ def metal_experts(x: mx.array, indices: mx.array, weights: list[MatrixWeights], 
     pairs = indices.size
     own = x.size // x.shape[-1] == pairs
     pass_rows = 1 if pairs == indices.shape[-1] else PAIR_ROWS  # a single row never takes an expert twice
-    kernel = _experts_kernel(len(weights), weights[0].scales is not None, own, slices)
+    body = lanes_body(weights[0].inputs, pass_rows)
+    kernel = _experts_kernel(len(weights), weights[0].scales is not None, own, body)
     chosen = [indices.astype(mx.uint32)]
-    return launch_multiply(kernel, x, chosen, weights, slices, pairs, pass_rows, indices.shape)
+    return launch_multiply(kernel, x, chosen, weights, body, pairs, indices.shape)
 
 
 @cache
-def _experts_kernel(count: int, quantised: bool, own: bool, slices: int) -> Any:
+def _experts_kernel(count: int, quantised: bool, own: bool, body: Body) -> Any:
     start = f"""
       const int pair = int(threadgroup_position_in_grid.x);
+      const int rows = 0, first_row = 0;  // of the norm
       int pairs = 1, inputs[PASS_ROWS], outputs[PASS_ROWS];
       for (int i = 0; i < indices_ndim; ++i) pairs *= indices_shape[i];
       if (!headstart::gather_pairs<PASS_ROWS>(indices, pairs, pair, outputs)) return;
       const int share = {"1" if own else "indices_shape[indices_ndim - 1]"};
       for (int r = 0; r < PASS_ROWS; ++r) inputs[r] = (outputs[r] < 0 ? pair : outputs[r]) / share;
     """
-    source = multiply(start, count, quantised, slices, axis=1, expert="indices[pair]")
+    source = multiply(start, count, quantised, body, axis=1, expert="indices[pair]")
     names = ("x", "indices", *weight_names(count, quantised))
     outputs = tuple(f"out{i}" for i in range(count))
     return metal_kernel("experts", names, outputs, source, "products", "experts")

@@ -12,7 +12,7 @@ from ..layers import Attention, FeedForward, GatedDeltaNet, Layer
 from ..norms import Norm
 from ..weights import matrix_weights
 from .choice import chosen_kernel
-from .products import SLICES, metal_products, metal_refusal, product_shape
+from .products import KERNELS, metal_products, metal_refusal, most_rows, product_shape
 from .used import MOST_FUSED, weights_format
 
 FUSED = "fused product"
@@ -34,8 +34,8 @@ class FusedProduct(NamedTuple):
             [same, *["normed"] * (self.norm is not None), *["gated"] * self.gated, *["added"] * self.adds]
         )
 
-    def refusal(self, dtype: mx.Dtype) -> str | None:
-        """Return why the kernel does not take the layers; None if it does."""
+    def refusal(self, dtype: mx.Dtype, kernel: str = "metal") -> str | None:
+        """Return why a kernel does not take the layers; None if it does."""
         found = [matrix_weights(each) for each in self.layers]
         if len({weights_format(each) for each in found}) > 1 or len(found) > MOST_FUSED:
             return "layers are quantised in different ways"
@@ -43,25 +43,30 @@ class FusedProduct(NamedTuple):
             return "gate and up are not alike"
         if has_adapters(*self.layers):
             return "layers have adapters"
-        refusals = (metal_refusal(dtype, each, weights) for each, weights in zip(self.layers, found, strict=True))
+        refusals = (
+            metal_refusal(dtype, each, weights, kernel) for each, weights in zip(self.layers, found, strict=True)
+        )
         return next((each for each in refusals if each), None)
 
-    def slices(self, dtype: mx.Dtype) -> int | None:
-        """Return how the chosen kernel splits sums; None where separate ones were chosen."""
-        chosen = SLICES.get(chosen_kernel(FUSED, self.shape(dtype)))
-        return None if has_adapters(*self.layers) else chosen
+    def kernel(self, dtype: mx.Dtype) -> str | None:
+        """Return which of our kernels was chosen; None where separate ones were."""
+        chosen = chosen_kernel(FUSED, self.shape(dtype))
+        return chosen if chosen in KERNELS and not has_adapters(*self.layers) else None
 
 
 class Launch(NamedTuple):
     """A product with the kernel that was chosen for it."""
 
     product: FusedProduct
-    slices: int
+    kernel: str
+
+    def takes(self, rows: int) -> bool:
+        return rows <= most_rows(self.kernel)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> list[mx.array]:
         norm, found = self.product.norm, [matrix_weights(each) for each in self.product.layers]
         by = None if norm is None else (norm["weight"], norm.eps)
-        return metal_products(x, found, self.slices, gated=self.product.gated, norm=by, residual=residual)
+        return metal_products(x, found, self.kernel, gated=self.product.gated, norm=by, residual=residual)
 
 
 def layer_products(layer: Layer, dtype: mx.Dtype) -> list[tuple[FusedProduct, FusedProduct]] | None:
@@ -96,8 +101,8 @@ def launches_of(layer: Layer, dtype: mx.Dtype) -> list[tuple[Launch, Launch]] | 
     """Return how a layer is launched; None where separate kernels were chosen for one of its products."""
     made = []
     for pair in layer_products(layer, dtype) or []:
-        slices = [each.slices(dtype) for each in pair]
-        if slices[0] is None or slices[1] is None:
+        kernels = [each.kernel(dtype) for each in pair]
+        if kernels[0] is None or kernels[1] is None:
             return None
-        made.append((Launch(pair[0], slices[0]), Launch(pair[1], slices[1])))
+        made.append((Launch(pair[0], kernels[0]), Launch(pair[1], kernels[1])))
     return made or None

@@ -1,5 +1,6 @@
-"""Products with weights for a few rows on Metal: see `products.metal`."""
+"""Products with weights for a few rows on Metal: see `products.metal` and `matrix.metal`."""
 
+from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -9,11 +10,16 @@ import mlx.nn as nn
 
 from ..products import stock_product
 from ..weights import MatrixWeights, weight_names
-from .choice import MOST_ROWS
-from .device import metal_kernel, type_name
+from .choice import MOST_ROWS, WIDE_ROWS
+from .device import has_matrix_units, metal_kernel, type_name
 
 OUTPUTS, VALUES = 4, 16  # as in products.metal
+LONG = 4 * 32 * VALUES  # inputs, from which on every lane of four simdgroups has some
+COLUMNS, CHAINS, BLOCK = 32, 8, 32  # as in matrix.metal
 ROWS = (1, 2, 4)  # side by side: with OUTPUTS of each, at most 16 sums in a thread's registers
+CHAINED = (1, 2)  # rows that the units for matrices, which take 8, are too slow for
+MATRICES = (8, 16)
+TENSOR_ROWS = 16
 # Stock products whose rows are independent on some chips: the least and most rows that they compute at a time. MLX
 # changes its kernel at 2 rows on M3 and newer, and at 6 to 33 by chip and shape.
 STOCK_ROWS = {
@@ -22,10 +28,70 @@ STOCK_ROWS = {
     "stock-padded": (2, 11),
     "stock-padded-5": (2, 5),
 }
-SLICES = {"metal-split": 4, "metal-columns": 1}  # simdgroups that split k, by the name of a kernel
 NO_SCALES = "static_cast<const device T*>(nullptr)"
-SIMDGROUPS = {4: 4, 1: 2}  # of a threadgroup, by slices
 LEAST = 8  # elements: MLX passes smaller arrays in another address space
+
+
+class Body(NamedTuple):
+    """A function of ours that multiplies, and how it is launched."""
+
+    function: str
+    rows: int  # side by side
+    simdgroups: int  # of a threadgroup
+    outputs: int  # of a threadgroup, of all weights
+    slices: int  # that a threadgroup adds up
+    split: int  # the function's own parameter
+
+    @property
+    def sums(self) -> int:
+        """How many sums a threadgroup keeps."""
+        return self.slices * self.rows * self.outputs if self.slices > 1 else 0
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The files that it is in."""
+        return ("products", *{"product": (), "tensor_product": ("tensor",)}.get(self.function, ("matrix",)))
+
+
+def most_rows(kernel: str) -> int:
+    """Return how many rows a kernel is used for."""
+    return WIDE_ROWS if kernel in KERNELS and kernel != "metal" else MOST_ROWS
+
+
+def lanes_body(inputs: int, rows: int) -> Body:
+    """Return the kernel that splits k by lanes, and by simdgroups where it is long enough for all of them."""
+    if inputs >= LONG:
+        return Body("product", rows, 4, OUTPUTS, 4, 4)
+    return Body("product", rows, 2, 2 * OUTPUTS, 1, 1)
+
+
+def _lanes(inputs: int, rows: int) -> Body:
+    return lanes_body(inputs, next((size for size in ROWS if rows <= size), ROWS[-1]))
+
+
+def _matrices(simdgroups: int) -> Callable[[int, int], Body]:
+    def body(inputs: int, rows: int) -> Body:
+        if rows <= CHAINED[-1]:
+            return Body("chained_product", rows, 2, COLUMNS, CHAINS, 2)
+        size = next((size for size in MATRICES if rows <= size), MATRICES[-1])
+        return Body("matrix_product", size, simdgroups, COLUMNS, CHAINS, simdgroups)
+
+    return body
+
+
+def _tensors(inputs: int, rows: int) -> Body:
+    return Body("tensor_product", TENSOR_ROWS, 4, COLUMNS, 4, 4)
+
+
+# Our kernels, by name: the function for so many inputs and rows.
+KERNELS: dict[str, Callable[[int, int], Body]] = {
+    "metal": _lanes,
+    "metal-matrix": _matrices(8),
+    "metal-matrix-4": _matrices(4),
+    "metal-tensor": _tensors,
+}
+# Kernels for pipelines that take fewer threads than another's: they have the same bits, and are tried only then.
+NARROWER = {"metal-matrix-4": "metal-matrix"}
 
 
 def product_shape(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> str:
@@ -38,12 +104,16 @@ def product_shape(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> 
     return ", ".join([size, held, type_name(dtype), *kind])
 
 
-def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> str | None:
-    """Return why a layer's weights do not fit the kernels; None if they do."""
+def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights, kernel: str = "metal") -> str | None:
+    """Return why a layer's weights do not fit a kernel; None if they do."""
     if "bias" in layer:
         return "it has a bias"
     if dtype not in (mx.bfloat16, mx.float16, mx.float32):
         return f"activations are {type_name(dtype)}"
+    if kernel == "metal-tensor" and (dtype == mx.float32 or not has_matrix_units()):
+        return "needs the matrix units of an M5, macOS 26.2 and 16 bits"
+    if kernel != "metal" and weights.inputs % BLOCK:
+        return f"inputs are no multiple of {BLOCK}"
     if weights.weight.size < LEAST:
         return f"fewer than {LEAST} words of weights"
     if weights.scales is None:
@@ -59,7 +129,7 @@ def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> 
 def metal_products(
     x: mx.array,
     weights: list[MatrixWeights],
-    slices: int,
+    kernel: str,
     *,
     gated: bool = False,
     norm: tuple[mx.array, float] | None = None,
@@ -68,17 +138,17 @@ def metal_products(
     """Return x [..., K] by every weight [N, K], in one launch. All have the same K, bits and group size.
 
     Args:
+        kernel: The name of one of `KERNELS`.
         gated: Return the silu of the first product times the second.
         norm: The weight [K] and epsilon of a norm of x.
         residual: What is added to the only product.
     """
     rows = prod(x.shape[:-1])
-    pass_rows = next((size for size in ROWS if rows <= size), ROWS[-1])
+    body = KERNELS[kernel](weights[0].inputs, rows)
     how = Form(gated, None if norm is None else norm[1], residual is not None)
-    kernel = _product_kernel(len(weights), weights[0].scales is not None, slices, how)
+    source = _product_kernel(len(weights), weights[0].scales is not None, body, how)
     extra = [*([] if norm is None else [norm[0]]), *([] if residual is None else [residual])]
-    passes = -(-rows // pass_rows)
-    return launch_multiply(kernel, x, extra, weights, slices, passes, pass_rows, x.shape[:-1], gated=gated)
+    return launch_multiply(source, x, extra, weights, body, -(-rows // body.rows), x.shape[:-1], gated=gated)
 
 
 def split_product(x: mx.array, layer: nn.Module, least: int, most: int) -> mx.array:
@@ -97,8 +167,9 @@ def split_product(x: mx.array, layer: nn.Module, least: int, most: int) -> mx.ar
 START = """
   int rows = 1, inputs[PASS_ROWS], outputs[PASS_ROWS];
   for (int i = 0; i + 1 < x_ndim; ++i) rows *= x_shape[i];
+  const int first_row = int(threadgroup_position_in_grid.x) * PASS_ROWS;
   for (int r = 0; r < PASS_ROWS; ++r) {
-    const int row = int(threadgroup_position_in_grid.x) * PASS_ROWS + r;
+    const int row = first_row + r;
     inputs[r] = metal::min(row, rows - 1);
     outputs[r] = row < rows ? row : -1;
   }
@@ -117,25 +188,28 @@ PLAIN = Form()
 
 
 @cache
-def _product_kernel(count: int, quantised: bool, slices: int, form: Form = PLAIN) -> Any:
-    source = multiply(START, count, quantised, slices, axis=0, form=form)
+def _product_kernel(count: int, quantised: bool, body: Body, form: Form = PLAIN) -> Any:
+    source = multiply(START, count, quantised, body, axis=0, form=form)
     extra = [*["norm_weight"] * (form.eps is not None), *["residual"] * form.adds]
     names = ("x", *extra, *weight_names(count, quantised))
     outputs = tuple(f"out{i}" for i in range(1 if form.gated else count))
-    return metal_kernel("product", names, outputs, source, "products")
+    return metal_kernel("product", names, outputs, source, *body.headers)
 
 
 def multiply(
-    start: str, count: int, quantised: bool, slices: int, axis: int, expert: str = "0", form: Form = PLAIN
+    start: str, count: int, quantised: bool, body: Body, axis: int, expert: str = "0", form: Form = PLAIN
 ) -> str:
-    """Return `start` and the code that multiplies by `expert` of the weights: threadgroups count through the outputs
-    of all, or of both together where they are gated."""
+    """Return `start`, which knows the rows, and the code that multiplies by `expert` of the weights: threadgroups
+    count through the outputs of all, or of both together where they are gated."""
     gated, norms = form.gated, form.eps is not None
-    span, each = _span(slices, gated), OUTPUTS // 2 if gated else OUTPUTS
-    simdgroup = "int(simdgroup_index_in_threadgroup)"
-    slice_, offset = (simdgroup, "0") if slices > 1 else ("0", f"{each} * {simdgroup}")
-    memory = [f"sums[{slices * OUTPUTS} * PASS_ROWS]"] * (slices > 1) + ["parts[8 * PASS_ROWS]"] * norms
+    span, simdgroup = _span(body, gated), "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup)"
+    memory = [f"sums[{body.sums}]"] * (body.sums > 0) + [f"squares[{8 * body.rows}]"] * norms
+    staged = ""
+    if body.function == "tensor_product":
+        memory.append(f"lines[{body.simdgroups * (body.rows + 2 * COLUMNS)}]")
+        staged = f"tiles[{body.simdgroups * (body.rows + COLUMNS) * BLOCK}]"
     declared = f"threadgroup float {', '.join(memory)};" if memory else ""
+    declared += f" threadgroup T {staged};" if staged else ""
     flags = ", ".join(str(each).lower() for each in (gated, norms, form.adds))
     # One body for all: which weights it has is chosen first, so that it takes no more registers than for one.
     pointers = [("w", f"const device {'uint32_t' if quantised else 'T'}*"), ("out", "device T*")]
@@ -145,12 +219,10 @@ def multiply(
         f"{declared}{start}const int K = x_shape[x_ndim - 1];\nint tile = int(threadgroup_position_in_grid.y);",
         f"int N = w0_shape[{axis}], words = w0_shape[{axis + 1}];",
         *first,
-        "float scales[PASS_ROWS];",
     ]
     if norms:
         code.append(f"""
-          headstart::row_scales<PASS_ROWS, {SIMDGROUPS[slices]}>(
-              x, inputs, K, {form.eps!r}f, parts, scales, {simdgroup}, int(thread_index_in_simdgroup));""")
+          headstart::sum_squares<PASS_ROWS, {body.simdgroups}>(x, rows, first_row, K, squares, {simdgroup});""")
     beside = 1 if gated else count
     for i in range(1, beside):  # nested: each looks at what is left of the tiles
         tiles, others = f"(N + {span - 1}) / {span}", " ".join(f"{name} = {name}{i};" for name, _ in pointers)
@@ -161,20 +233,21 @@ def multiply(
         scales = f"s{i} + at * (K / GROUP), b{i} + at * (K / GROUP)"
         return f"w{i} + at * words, {scales if quantised else ', '.join([NO_SCALES] * 2)}"
 
+    nothing = "static_cast<threadgroup float*>(nullptr)"
     code.append(f"""{"}" * (beside - 1)}
       const long at = static_cast<long>({expert}) * N;
-      headstart::product<T, BITS, GROUP, PASS_ROWS, {slices}, {flags}>(
-          x, {matrix("")}, {matrix("1" if gated else "")}, out, N, K, tile * {span} + {offset}, inputs, outputs,
-          {"norm_weight" if norms else "static_cast<const device float*>(nullptr)"}, scales,
-          {"residual" if form.adds else NO_SCALES},
-          {"sums" if slices > 1 else "static_cast<threadgroup float*>(nullptr)"}, {slice_},
-          int(thread_index_in_simdgroup));""")
+      headstart::{body.function}<T, BITS, GROUP, PASS_ROWS, {body.split}, {flags}>(
+          x, {matrix("")}, {matrix("1" if gated else "")}, out, N, K, tile * {span}, rows, first_row, inputs, outputs,
+          {"norm_weight" if norms else "static_cast<const device float*>(nullptr)"},
+          {"squares" if norms else nothing}, {form.eps if norms else 0.0!r}f,
+          {"residual" if form.adds else NO_SCALES}, {"sums" if body.sums else nothing},
+          {simdgroup}{", tiles, lines" if staged else ""});""")
     return "\n".join(code)
 
 
-def _span(slices: int, gated: bool) -> int:
-    """Return the outputs of a threadgroup."""
-    return OUTPUTS * SIMDGROUPS[slices] // slices // (2 if gated else 1)
+def _span(body: Body, gated: bool) -> int:
+    """Return the outputs of a threadgroup that are stored."""
+    return body.outputs // 2 if gated else body.outputs
 
 
 def _pad(array: mx.array) -> mx.array:
@@ -187,19 +260,18 @@ def launch_multiply(
     x: mx.array,
     extra: list[mx.array],
     weights: list[MatrixWeights],
-    slices: int,
+    body: Body,
     passes: int,
-    pass_rows: int,
     shape: tuple[int, ...],
     *,
     gated: bool = False,
 ) -> list[mx.array]:
     """Run a kernel with `multiply` in it → [*shape, N] for every weight, or of two where they are `gated`."""
-    threads, first, span = 32 * SIMDGROUPS[slices], weights[0], _span(slices, gated)
+    threads, first, span = 32 * body.simdgroups, weights[0], _span(body, gated)
     made_of = weights[:1] if gated else weights
     made: list[mx.array] = kernel(
         inputs=[x, *extra, *(_pad(array) for each in weights for array in each.arrays())],
-        template=[("T", x.dtype), ("BITS", first.bits), ("GROUP", first.group), ("PASS_ROWS", pass_rows)],
+        template=[("T", x.dtype), ("BITS", first.bits), ("GROUP", first.group), ("PASS_ROWS", body.rows)],
         grid=(threads * passes, sum(-(-each.outputs // span) for each in made_of), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*shape, each.outputs) for each in made_of],

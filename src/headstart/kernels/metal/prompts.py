@@ -5,8 +5,6 @@ read. Where MLX's attention is fused its scores are no array, so passes are wide
 how a prompt is cut decides its bits, and must not depend on the memory that is free.
 """
 
-import platform
-import re
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -16,13 +14,12 @@ from ..layers import Attention, DeltaAttention, GatedDeltaNet, Layer, Mamba2, Pa
 from ..types import ArrangedHeads
 from .attention import WIDEST
 from .backend import MetalBackend
+from .device import has_matrix_units
 from .order import Order
 
 WIDE = 2048  # tokens of a pass
 LEAST_FUSED = 1024  # positions of a pass from which on MLX fuses attention with heads of 256
 FUSED = (64, 80, 96, 128)  # sizes of heads whose attention it always fuses
-MATRIX_UNITS = 17  # the generation of Apple's GPUs, M5, that has them; of phones it is the next
-NEEDS = (26, 2)  # macOS
 
 
 class MetalPrompts(MetalBackend):
@@ -59,10 +56,3 @@ def _is_fused(layer: Attention) -> bool:
     if key != value or layer.sinks is not None:
         return False
     return key in FUSED or (key == 256 and layer.window is None and has_matrix_units())
-
-
-def has_matrix_units() -> bool:
-    """Return whether MLX uses a GPU's matrix units, as mlx/backend/metal/device.cpp decides it."""
-    found = re.search(r"g(\d+)(\w)$", str(mx.device_info().get("architecture", "")))
-    version = tuple(int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])[:2])
-    return bool(found) and int(found[1]) >= MATRIX_UNITS + (found[2] == "p") and version >= NEEDS  # type: ignore[index]

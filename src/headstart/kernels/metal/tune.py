@@ -16,11 +16,11 @@ from ..streams import HyperConnection
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
 from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
-from .choice import MOST_ROWS, Operation, Run, Runs
+from .choice import MOST_ROWS, WIDE_ROWS, Operation, Run, Runs
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
 from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
-from .products import SLICES, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
+from .products import KERNELS, NARROWER, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
 from .stock import StockMetal
 from .streams import streams_operation
 from .used import MOST_FUSED, Format, most_fused, weights_format
@@ -105,26 +105,29 @@ def _same(made: list[mx.array]) -> mx.array:
 
 def _product(layer: nn.Module, dtype: mx.Dtype, fused: Fused) -> Operation:
     weights, most = matrix_weights(layer), fused()
+    rows = WIDE_ROWS if metal_refusal(dtype, layer, weights, "metal-matrix") is None else MOST_ROWS
     counts = MOST_FUSED if most is None else most.get(weights_format(weights), 1)
 
     def candidates() -> Mapping[str, Runs | str]:
         part = _first_outputs(layer, weights)
-        x, refusal = _random(MOST_ROWS, 1, weights.inputs, dtype=dtype), metal_refusal(dtype, layer, weights)
+        x = _random(rows, 1, weights.inputs, dtype=dtype)
 
         def stock(least: int, most: int) -> Runs:
             return (lambda b, w: split_product(x[b, w], part, least, most),)
 
-        def ours(slices: int) -> Runs | str:
+        def ours(kernel: str) -> Runs | str:
             held = matrix_weights(part)
 
             def together(count: int) -> Run:
-                return lambda b, w: _same(metal_products(x[b, w], [held] * count, slices))
+                return lambda b, w: _same(metal_products(x[b, w], [held] * count, kernel))
 
+            refusal = metal_refusal(dtype, layer, weights, kernel)
             return refusal or tuple(together(count) for count in range(1, counts + 1))
 
-        return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {n: ours(s) for n, s in SLICES.items()}
+        return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {name: ours(name) for name in KERNELS}
 
-    return Operation("product", product_shape(dtype, layer, weights), candidates, forms=counts)
+    shape = product_shape(dtype, layer, weights)
+    return Operation("product", shape, candidates, rows, forms=counts, narrower=NARROWER)
 
 
 def _first_outputs(layer: nn.Module, weights: MatrixWeights) -> nn.Module:
@@ -150,13 +153,11 @@ def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operatio
         def stock(b: slice, w: slice) -> mx.array:
             return stock_experts(x[b, w], indices[b, w], layer)
 
-        def ours(slices: int) -> Runs | str:
-            def fused(count: int) -> Run:
-                return lambda b, w: _same(metal_experts(x[b, w], indices[b, w], [weights] * count, slices))
+        def fused(count: int) -> Run:
+            return lambda b, w: _same(metal_experts(x[b, w], indices[b, w], [weights] * count))
 
-            return refusal or tuple(fused(count) for count in range(1, 2 if own else 3))  # gate and up together
-
-        return {"stock": (stock,), **{name: ours(slices) for name, slices in SLICES.items()}}
+        ours = tuple(fused(count) for count in range(1, 2 if own else 3))  # gate and up together
+        return {"stock": (stock,), "metal": refusal or ours}
 
     return Operation("experts", product_shape(dtype, layer, weights), candidates)
 

@@ -22,10 +22,10 @@ from .attention import (
     metal_attend,
     metal_attend_into,
 )
-from .choice import MOST_ROWS, Operation, Runs
+from .choice import MOST_ROWS, WIDE_ROWS, Operation, Runs
 from .fused import FUSED, FusedProduct, layer_products
 from .norm import metal_norm
-from .products import SLICES, metal_products, split_product
+from .products import KERNELS, NARROWER, metal_products, split_product
 from .tune import LENGTHS, STOCK, STRIDE, _first_outputs, _random, operations
 
 IN_PLACE = "attention in place"
@@ -67,12 +67,13 @@ def _products(layer: Layer, dtype: mx.Dtype) -> Iterator[FusedProduct]:
 def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
     """Return the operation of several at once, beside separate kernels."""
     layers, norm, gated, adds = product
+    rows = MOST_ROWS if product.refusal(dtype, "metal-matrix") else WIDE_ROWS
 
     def candidates() -> Mapping[str, Runs | str]:
         parts = [_first_outputs(each, matrix_weights(each)) for each in layers]
         found = [matrix_weights(each) for each in parts]
-        x = _random(MOST_ROWS, 1, found[0].inputs, dtype=dtype)
-        residual = _random(MOST_ROWS, 1, found[0].outputs, dtype=dtype)
+        x = _random(rows, 1, found[0].inputs, dtype=dtype)
+        residual = _random(rows, 1, found[0].outputs, dtype=dtype)
 
         def finish(made: list[mx.array], b: slice, w: slice) -> mx.array:
             made = [swiglu(*made)] if gated else made
@@ -84,21 +85,21 @@ def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
 
         def apart(b: slice, w: slice) -> mx.array:
             given = x[b, w] if norm is None else metal_norm(x[b, w], None, norm["weight"], norm.eps)[0]
-            return finish(metal_products(given, found, SLICES["metal-split"]), b, w)
+            return finish(metal_products(given, found, "metal"), b, w)
 
-        def ours(slices: int) -> Runs:
+        def ours(kernel: str) -> Runs:
             def run(b: slice, w: slice) -> mx.array:
                 by = None if norm is None else (norm["weight"], norm.eps)
                 added = residual[b, w] if adds else None
-                made = metal_products(x[b, w], found, slices, gated=gated, norm=by, residual=added)
+                made = metal_products(x[b, w], found, kernel, gated=gated, norm=by, residual=added)
                 return mx.concatenate(made, axis=-1)
 
             return (run,)
 
-        kernels = {name: ours(slices) for name, slices in SLICES.items()}
+        kernels = {name: product.refusal(dtype, name) or ours(name) for name in KERNELS}
         return {"stock": (stock,), **kernels, "metal-apart": (apart,)}
 
-    return Operation(FUSED, product.shape(dtype), candidates)
+    return Operation(FUSED, product.shape(dtype), candidates, rows, narrower=NARROWER)
 
 
 def in_place_refusal(layer: nn.Module) -> str | None:
