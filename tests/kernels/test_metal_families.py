@@ -103,7 +103,9 @@ class Asked(Backend):
         super().__init__()
         self.said: list[bool] = []
 
-    def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
+    def prepare(
+        self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = (), *, images: bool = False
+    ) -> None:
         self.said.append(backend._may_be_exact(layers))
 
 

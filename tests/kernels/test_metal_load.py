@@ -12,9 +12,9 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 from fixtures import builtin_model, write_any
 from headstart.checkpoint import load_model
-from headstart.kernels.metal import backend, choice, device, experts, products, stock, tune
+from headstart.kernels.metal import backend, choice, device, experts, fused, products, stock, tune_fused
+from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.tune import operations
-from headstart.kernels.metal.tune_fused import model_operations
 from headstart.kernels.weights import matrix_weights
 from headstart.models import Model
 
@@ -24,7 +24,7 @@ SIZES = {"linear_num_value_heads": 8, "num_attention_heads": 8, "vocab_size": 64
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[object]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Counter[object]]:
     """Launches of each pipeline, on a simulated device that compiles what MLX would and returns zeros."""
     found: Counter[object] = Counter()
 
@@ -39,6 +39,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[object]]:
 
     monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
     monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
+    monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(choice, "identity", lambda: "Apple M4")
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(choice, "REPEATS", 1)
+    monkeypatch.setattr(choice, "LAUNCHES", 1)
     monkeypatch.setattr(choice, "_distance", lambda found, expected: (mx.zeros(()), mx.zeros(())))
     monkeypatch.setattr(choice, "_score", lambda candidate: candidate.name.startswith("stock"))  # ours are faster
     for kernel in KERNELS:
@@ -54,20 +59,63 @@ def quantised(family: str, folder: Path) -> Model:
     return model
 
 
-@pytest.mark.parametrize(("family", "most"), [("dense", 50), pytest.param("moe", 42, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "most"), [("dense", 25), pytest.param("moe", 36, marks=pytest.mark.slow)])
 def test_no_more_is_compiled_than_a_model_uses(
     family: str, most: int, compiled: Counter[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     waits: list[int] = []
     monkeypatch.setattr(choice, "wait", lambda arrays: waits.append(len(arrays)) or mx.eval(arrays))
     model = quantised(family, tmp_path)
-    described = model_operations(model.weights, (*model.layers, *model.head_layers), mx.bfloat16)
-    for operation in described:
-        choice.decide(operation)
+    MetalBackend().prepare(model.weights, mx.bfloat16, (*model.layers, *model.head_layers))
     assert 0 < len(compiled) <= most
     # Of each candidate: one to compare, six turns at two widths, one to look at all forms.
-    candidates = sum(len(each.candidates()) for each in described)
+    candidates = sum(len(each.candidates) for each in choice.checks())
     assert len(waits) <= (1 + (1 + choice.REPEATS) * len(choice.TIMED) + 1) * candidates
+
+
+def prepared(tmp_path: Path, **given: bool) -> tuple[Model, MetalBackend]:
+    model, metal = quantised("dense", tmp_path), MetalBackend()
+    metal.prepare(model.weights, mx.bfloat16, (*model.layers, *model.head_layers), **given)
+    assert metal.is_exact(model.layers, model.weights, mx.bfloat16)
+    return model, metal
+
+
+def forms_of(operation: str) -> set[int]:
+    return {each.forms for each in choice.checks() if each.operation == operation}
+
+
+def test_what_replaces_kernels_that_are_not_chosen_is_checked(
+    compiled: Counter[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepared(tmp_path / "as chosen")
+    assert forms_of("attention") == set()
+    assert (forms_of("product"), forms_of("norm")) == ({1}, {1})
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("no such function")
+
+    choice._decided.clear()
+    (tmp_path / "kernels" / "metal.json").unlink()
+    monkeypatch.setattr(tune_fused, "metal_attend_into", fails)
+    order = ("metal-apart", "metal")
+    monkeypatch.setattr(choice, "_score", lambda each: order.index(each.name) if each.name in order else 2)
+    prepared(tmp_path / "apart")
+    assert forms_of("attention") == {1}
+    assert (forms_of("product"), forms_of("norm")) == ({4}, {2})
+
+
+def test_attention_to_images_is_checked(compiled: Counter[object], tmp_path: Path) -> None:
+    prepared(tmp_path, images=True)
+    assert forms_of("attention") == {1}
+
+
+def test_products_of_layers_that_get_adapters_are_checked_again(
+    compiled: Counter[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, metal = prepared(tmp_path)
+    monkeypatch.setattr(fused, "has_adapters", lambda *layers: True)
+    metal.prepare(model.weights, mx.bfloat16, model.layers)
+    assert forms_of("product") == {4}
 
 
 def test_weights_that_nothing_is_multiplied_beside_are_checked_alone() -> None:
@@ -83,18 +131,18 @@ def test_weights_that_nothing_is_multiplied_beside_are_checked_alone() -> None:
 
 
 def test_of_a_large_matrix_a_part_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "SAMPLED", 64 << 10)
-    monkeypatch.setattr(tune, "LEAST_OUTPUTS", 16)
+    monkeypatch.setattr(products, "SAMPLED", 64 << 10)
+    monkeypatch.setattr(products, "LEAST_OUTPUTS", 16)
     layer = nn.QuantizedLinear(256, 1024, bias=True, group_size=64, bits=4)
     weights = matrix_weights(layer)
-    part = tune._first_outputs(layer, weights)
+    part = products.first_outputs(layer, weights)
     assert 256 <= part.weight.shape[0] < 512
     assert sum(array.nbytes for array in matrix_weights(part).arrays()) <= 64 << 10
     x = mx.random.normal((3, 256))
     assert mx.array_equal(part(x), layer(x)[:, : part.weight.shape[0]])
     assert layer.weight.shape[0] == 1024
     small = nn.Linear(64, 64, bias=False)
-    assert tune._first_outputs(small, matrix_weights(small)) is small
+    assert products.first_outputs(small, matrix_weights(small)) is small
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -208,6 +208,7 @@ def load_model(
         model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
     if plan.adapters:
         model = attach_adapters(model, plan.adapters)
+        _prepare(model)
     if dtype is None and split is None and overflows(model, layout.dtype):
         LOG.warning("%s overflows in float16 and is read again, to compute in bfloat16, which is slower", layout.path)
         del model, plan
@@ -246,9 +247,13 @@ def _read(plan: LoadPlan, part: ModelPart | None, progress: Callable[[float], No
         read_tower(model.tower, plan.tower, tower_dtype(plan.dtype, layout.dtype))
     if part is not None:  # machines that time kernels may choose different ones, and must not: they draft the same
         return part.fit(model)
-    layers = (*model.layers, *model.head_layers) if model.has_head else model.layers
-    model.backend.prepare(model.weights, model.dtype, layers)
+    _prepare(model)
     return model
+
+
+def _prepare(model: models.Model) -> None:
+    layers = (*model.layers, *model.head_layers) if model.has_head else model.layers
+    model.backend.prepare(model.weights, model.dtype, layers, images=model.tower is not None)
 
 
 def _read_weights(plan: LoadPlan, part: ModelPart | None, progress: Callable[[float], None]) -> None:

@@ -103,9 +103,11 @@ class Backend(CompressedAttentions, Drafting):
         in these modes."""
         return stored
 
-    def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
+    def prepare(
+        self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = (), *, images: bool = False
+    ) -> None:
         """Do once what computing with these weights in activations of `dtype` needs. `layers`: those of the model,
-        if it is a trunk or drafts for one."""
+        if it is a trunk or drafts for one; `images`: it sees some."""
 
     def pass_bytes(self, layers: Sequence[Layer], dtype: mx.Dtype) -> int:
         """Return the memory that the widest pass over a prompt needs while it runs, where that is much."""

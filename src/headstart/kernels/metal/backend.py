@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +28,7 @@ from ..streams import HyperConnection, StreamWeights
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window, at_last
 from ..weights import MatrixWeights, matrix_weights
 from .attention import WIDEST, heads_shape, metal_arrange, metal_attend, metal_attend_into
-from .choice import MOST_ROWS, WIDE_ROWS, checks, choose, chosen_kernel, is_exact, kernels_in_use
+from .choice import MOST_ROWS, WIDE_ROWS, Operation, checks, choose, chosen_kernel, is_exact, kernels_in_use
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
 from .fused import FusedProduct, Launch, launches_of
 from .gated_delta import gated_delta_shape, metal_gated_delta
@@ -56,6 +56,7 @@ class MetalBackend(MetalSampling, StockMetal):
 
     most_rows = MOST_ROWS
     in_place = True
+    _seeing: ClassVar[WeakSet[Layer]] = WeakSet()  # layers of models that see images
     _fused: ClassVar[WeakKeyDictionary[Layer, list[tuple[Launch, Launch]] | None]] = WeakKeyDictionary()
     windows = WINDOWS
 
@@ -82,15 +83,20 @@ class MetalBackend(MetalSampling, StockMetal):
     def stock(self) -> Backend:
         return StockMetal()
 
-    def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
+    def prepare(
+        self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = (), *, images: bool = False
+    ) -> None:
         """Check and time kernels for what these weights compute, as far as that was not done before on this machine.
         It takes seconds, and says so."""
         self._prepared += 1
         self._fused.clear()
+        if images:
+            self._seeing.update(layers)
         if stock_forced():
             return
         try:
-            choose(model_operations(weights, layers, dtype), CheckProgress(), exact=_may_be_exact(layers))
+            for _ in range(2):  # what is used instead of kernels that were not chosen is checked then
+                choose(self._operations(layers, weights, dtype), CheckProgress(), exact=_may_be_exact(layers))
             choose(sampling_operations(weights, dtype), CheckProgress())
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
@@ -105,10 +111,13 @@ class MetalBackend(MetalSampling, StockMetal):
         if not _may_be_exact(layers):
             return False
         try:
-            return is_exact(model_operations(weights, layers, dtype))
+            return is_exact(self._operations(layers, weights, dtype))
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so exact text is not promised: %r", error)
             return False
+
+    def _operations(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
+        return model_operations(weights, layers, dtype, images=any(layer in self._seeing for layer in layers))
 
     def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> Backend:
         from .prompts import MetalPrompts, reads_wide  # a backend like this one

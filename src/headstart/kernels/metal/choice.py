@@ -53,6 +53,10 @@ class Operation:
     narrower: Mapping[str, str] = field(default_factory=dict)  # candidates with fewer threads than others, by name
 
     @property
+    def names(self) -> tuple[str, str]:
+        return self.operation, self.shape
+
+    @property
     def key(self) -> str:
         return f"{self.operation} {self.shape}"
 
@@ -283,10 +287,14 @@ def chosen_kernel(operation: str, shape: str) -> str:
     return found.chosen if found is not None else "stock"
 
 
+def decided(operation: str, shape: str) -> bool:
+    return f"{operation} {shape}" in _decided
+
+
 def is_exact(operations: Iterable[Operation]) -> bool:
-    """Return whether all of these operations were found to compute rows independently."""
-    found = [_decided.get(each.key) for each in operations]
-    return all(each is not None and each.exact for each in found)
+    """Return whether all of these operations were found to compute rows independently, in all their forms."""
+    found = [(each, _decided.get(each.key)) for each in operations]
+    return all(check is not None and check.exact and check.forms >= each.forms for each, check in found)
 
 
 def choose(

@@ -11,9 +11,9 @@ from ..experts import is_swiglu
 from ..layers import Attention, FeedForward, GatedDeltaNet, Layer
 from ..norms import Norm
 from ..weights import matrix_weights
-from .choice import chosen_kernel
-from .products import KERNELS, metal_products, metal_refusal, most_rows, product_shape
-from .used import MOST_FUSED, weights_format
+from .choice import chosen_kernel, decided
+from .products import KERNELS, MOST_FUSED, metal_products, metal_refusal, most_rows, product_shape
+from .used import weights_format
 
 FUSED = "fused product"
 
@@ -95,6 +95,15 @@ def _ends(does: object) -> tuple[Sequence[nn.Module], nn.Module] | None:
         if type(does) is FeedForward and "switch_mlp" not in mlp and is_swiglu(mlp):
             return (mlp.gate_proj, mlp.up_proj), mlp.down_proj
     return None
+
+
+def may_be_launched(layer: Layer, dtype: mx.Dtype) -> bool:
+    """Return whether `launches_of` a layer are known, or may be once their kernels are chosen."""
+    pairs = layer_products(layer, dtype)
+    each = [product for pair in pairs or [] for product in pair]
+    return bool(each) and all(
+        product.kernel(dtype) is not None or not decided(FUSED, product.shape(dtype)) for product in each
+    )
 
 
 def launches_of(layer: Layer, dtype: mx.Dtype) -> list[tuple[Launch, Launch]] | None:

@@ -1,6 +1,7 @@
 """Products with weights for a few rows on Metal: see `products.metal` and `matrix.metal`."""
 
 from collections.abc import Callable
+from copy import copy
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ ROWS = (1, 2, 4)  # side by side: with OUTPUTS of each, at most 16 sums in a thr
 CHAINED = (1, 2)  # rows that the units for matrices, which take 8, are too slow for
 MATRICES = (8, 16)
 TENSOR_ROWS = 16
+MOST_FUSED = 4  # weights of a kernel
 # Stock products whose rows are independent on some chips: the least and most rows that they compute at a time. MLX
 # changes its kernel at 2 rows on M3 and newer, and at 6 to 33 by chip and shape.
 STOCK_ROWS = {
@@ -29,6 +31,9 @@ STOCK_ROWS = {
     "stock-padded-5": (2, 5),
 }
 NO_SCALES = "static_cast<const device T*>(nullptr)"
+# Bytes of a matrix that are read to check it, more than chips cache; and outputs, where MLX takes no other kernel for
+# more of them.
+SAMPLED, LEAST_OUTPUTS = 128 << 20, 1 << 14
 LEAST = 8  # elements: MLX passes smaller arrays in another address space
 
 
@@ -56,6 +61,11 @@ class Body(NamedTuple):
 def most_rows(kernel: str) -> int:
     """Return how many rows a kernel is used for."""
     return WIDE_ROWS if kernel in KERNELS and kernel != "metal" else MOST_ROWS
+
+
+def beside(count: int) -> int:
+    """Return for how many weights there is a kernel that takes so many: three are four, of which one is left out."""
+    return MOST_FUSED if count == MOST_FUSED - 1 else count
 
 
 def lanes_body(inputs: int, rows: int) -> Body:
@@ -143,12 +153,25 @@ def metal_products(
         norm: The weight [K] and epsilon of a norm of x.
         residual: What is added to the only product.
     """
-    rows = prod(x.shape[:-1])
+    rows, spare = prod(x.shape[:-1]), beside(len(weights)) - len(weights)
+    weights = [*weights, *weights[-1:] * spare]
     body = KERNELS[kernel](weights[0].inputs, rows)
     how = Form(gated, None if norm is None else norm[1], residual is not None)
     source = _product_kernel(len(weights), weights[0].scales is not None, body, how)
     extra = [*([] if norm is None else [norm[0]]), *([] if residual is None else [residual])]
-    return launch_multiply(source, x, extra, weights, body, -(-rows // body.rows), x.shape[:-1], gated=gated)
+    passes = -(-rows // body.rows)
+    return launch_multiply(source, x, extra, weights, body, passes, x.shape[:-1], gated=gated, spare=spare)
+
+
+def first_outputs(layer: nn.Module, weights: MatrixWeights) -> nn.Module:
+    """Return a layer, or of a large one as many of its first outputs as are enough to time it."""
+    each = sum(array.nbytes for array in weights.arrays()) // weights.outputs
+    count = max(SAMPLED // max(each, 1), LEAST_OUTPUTS)
+    if weights.outputs <= count:
+        return layer
+    part = copy(layer)
+    part.update({name: array[:count] for name, array in layer.parameters().items()})
+    return part
 
 
 def split_product(x: mx.array, layer: nn.Module, least: int, most: int) -> mx.array:
@@ -265,16 +288,18 @@ def launch_multiply(
     shape: tuple[int, ...],
     *,
     gated: bool = False,
+    spare: int = 0,
 ) -> list[mx.array]:
-    """Run a kernel with `multiply` in it → [*shape, N] for every weight, or of two where they are `gated`."""
+    """Run a kernel with `multiply` in it → [*shape, N] for every weight, or of two where they are `gated`. By the
+    last `spare` weights nothing is multiplied."""
     threads, first, span = 32 * body.simdgroups, weights[0], _span(body, gated)
-    made_of = weights[:1] if gated else weights
+    made_of = weights[:1] if gated else weights[: len(weights) - spare]
     made: list[mx.array] = kernel(
         inputs=[x, *extra, *(_pad(array) for each in weights for array in each.arrays())],
         template=[("T", x.dtype), ("BITS", first.bits), ("GROUP", first.group), ("PASS_ROWS", body.rows)],
         grid=(threads * passes, sum(-(-each.outputs // span) for each in made_of), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*shape, each.outputs) for each in made_of],
-        output_dtypes=[x.dtype] * len(made_of),
+        output_shapes=[*((*shape, each.outputs) for each in made_of), *[(LEAST,)] * spare],
+        output_dtypes=[x.dtype] * (len(made_of) + spare),
     )
-    return made
+    return made[: len(made_of)]

@@ -1,7 +1,6 @@
 """The operations of a model, for which kernels are chosen when it is loaded on a Mac, and what may compute them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from functools import cache
 
 import mlx.core as mx
@@ -14,16 +13,28 @@ from ..layers import Attention, Layer, Pass
 from ..norms import is_sigmoid_gated, stock_norm
 from ..streams import HyperConnection
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
-from ..weights import MatrixWeights, matrix_weights
+from ..weights import matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
 from .choice import MOST_ROWS, WIDE_ROWS, Operation, Run, Runs
 from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
+from .fused import may_be_launched
 from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
-from .products import KERNELS, NARROWER, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
+from .products import (
+    KERNELS,
+    MOST_FUSED,
+    NARROWER,
+    STOCK_ROWS,
+    beside,
+    first_outputs,
+    metal_products,
+    metal_refusal,
+    product_shape,
+    split_product,
+)
 from .stock import StockMetal
 from .streams import streams_operation
-from .used import MOST_FUSED, Format, most_fused, weights_format
+from .used import Format, most_fused, weights_format
 
 STOCK = StockMetal()
 # Of sequences, before the windows that attention is checked with; the first is timed. From 8 on MLX passes what there
@@ -32,17 +43,15 @@ LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255)
 STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
 DRAFTS = 15  # pending
 ACCEPTED = (0, 1, 7, 8, 9, 14, 15)  # of these, by sequence; tiles have 8
-# Bytes of a matrix that are read to check it, more than chips cache; and outputs, where MLX takes no other kernel for
-# more of them.
-SAMPLED, LEAST_OUTPUTS = 128 << 20, 1 << 14
-
 Fused = Callable[[], dict[Format, int] | None]  # how many weights of a format have one input at most, if it is known
 
 
 def operations(weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> list[Operation]:
-    """Return every distinct operation of a model. `layers` say how many products share an input."""
+    """Return every distinct operation of a model. `layers` say how many products share an input, where they are not
+    launched with it."""
     found: dict[tuple[str, str], Operation] = {}
-    fused = cache(lambda: most_fused(layers, dtype))
+    apart = [layer for layer in layers if not may_be_launched(layer, dtype)]
+    fused = cache(lambda: most_fused(apart, dtype) if apart or not layers else {})
     # Attention norms its heads itself.
     within = {id(norm) for each in weights.modules() if _has_gated_heads(each) for norm in (each.q_norm, each.k_norm)}
     for path, module in weights.named_modules():
@@ -90,7 +99,7 @@ def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool, fused: Fused) ->
         yield from _expert_layers(module.switch_glu, module.top_k, dtype)
         yield _route(module.switch_glu.up_proj.weight.shape[0], module.top_k, True, dtype)
     elif "eps" in vars(module) and "weight" in module and module.weight.dtype == mx.float32:
-        yield _norm(module, dtype)
+        yield _norm(module, dtype, 1 if fused() == {} else 2)
 
 
 def _random(*shape: int, dtype: mx.Dtype) -> mx.array:
@@ -106,10 +115,10 @@ def _same(made: list[mx.array]) -> mx.array:
 def _product(layer: nn.Module, dtype: mx.Dtype, fused: Fused) -> Operation:
     weights, most = matrix_weights(layer), fused()
     rows = WIDE_ROWS if metal_refusal(dtype, layer, weights, "metal-matrix") is None else MOST_ROWS
-    counts = MOST_FUSED if most is None else most.get(weights_format(weights), 1)
+    most_beside = beside(MOST_FUSED if most is None else most.get(weights_format(weights), 1))
 
     def candidates() -> Mapping[str, Runs | str]:
-        part = _first_outputs(layer, weights)
+        part = first_outputs(layer, weights)
         x = _random(rows, 1, weights.inputs, dtype=dtype)
 
         def stock(least: int, most: int) -> Runs:
@@ -122,23 +131,12 @@ def _product(layer: nn.Module, dtype: mx.Dtype, fused: Fused) -> Operation:
                 return lambda b, w: _same(metal_products(x[b, w], [held] * count, kernel))
 
             refusal = metal_refusal(dtype, layer, weights, kernel)
-            return refusal or tuple(together(count) for count in range(1, counts + 1))
+            return refusal or tuple(together(count) for count in (1, 2, MOST_FUSED) if count <= most_beside)
 
         return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {name: ours(name) for name in KERNELS}
 
     shape = product_shape(dtype, layer, weights)
-    return Operation("product", shape, candidates, rows, forms=counts, narrower=NARROWER)
-
-
-def _first_outputs(layer: nn.Module, weights: MatrixWeights) -> nn.Module:
-    """Return a layer, or of a large one as many of its first outputs as are enough to time it."""
-    each = sum(array.nbytes for array in weights.arrays()) // weights.outputs
-    count = max(SAMPLED // max(each, 1), LEAST_OUTPUTS)
-    if weights.outputs <= count:
-        return layer
-    part = copy(layer)
-    part.update({name: array[:count] for name, array in layer.parameters().items()})
-    return part
+    return Operation("product", shape, candidates, rows, forms=most_beside, narrower=NARROWER)
 
 
 def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operation:
@@ -217,20 +215,24 @@ def _route(experts: int, top: int, normed: bool, dtype: mx.Dtype) -> Operation:
     return Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
 
 
-def _norm(module: nn.Module, dtype: mx.Dtype) -> Operation:
+def _norm(module: nn.Module, dtype: mx.Dtype, forms: int = 2) -> Operation:
     x = mx.zeros((1, module.weight.shape[0]), dtype)
 
     def candidates() -> Mapping[str, Runs | str]:
         x, added = (_random(MOST_ROWS + i, 1, module.weight.shape[0], dtype=dtype)[i:] for i in (0, 1))
+
+        def alone(b: slice, w: slice) -> mx.array:
+            return metal_norm(x[b, w] + added[b, w], None, module.weight, module.eps)[0]
+
+        def with_sum(b: slice, w: slice) -> mx.array:
+            return metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1]
+
         return {
             "stock": (lambda b, w: stock_norm(x[b, w] + added[b, w], module.weight, module.eps),),
-            "metal": (
-                lambda b, w: metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1],
-                lambda b, w: metal_norm(x[b, w] + added[b, w], None, module.weight, module.eps)[0],
-            ),
+            "metal": (alone, with_sum)[:forms],
         }
 
-    return Operation("norm", norm_shape(x), candidates)
+    return Operation("norm", norm_shape(x), candidates, forms=forms)
 
 
 def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:

@@ -1,6 +1,7 @@
 """Kernels that do several operations of a layer at once, and what may do the same: see `tune.py`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +12,7 @@ from ..experts import is_swiglu
 from ..layers import Attention, FeedForward, Layer, Pass
 from ..norms import stock_norm
 from ..types import HeadNorms
-from ..weights import matrix_weights
+from ..weights import MatrixWeights, matrix_weights
 from .attention import (
     ORDER,
     WIDEST,
@@ -19,25 +20,35 @@ from .attention import (
     heads_shape,
     is_plain_rope,
     metal_arrange,
-    metal_attend,
     metal_attend_into,
 )
-from .choice import MOST_ROWS, WIDE_ROWS, Operation, Runs
+from .choice import MOST_ROWS, WIDE_ROWS, Operation, Runs, chosen_kernel, decided
 from .fused import FUSED, FusedProduct, layer_products
 from .norm import metal_norm
-from .products import KERNELS, NARROWER, metal_products, split_product
-from .tune import LENGTHS, STOCK, STRIDE, _first_outputs, _random, operations
+from .products import KERNELS, first_outputs, metal_products, product_shape, split_product
+from .tune import LENGTHS, STOCK, STRIDE, _random, operations
 
 IN_PLACE = "attention in place"
 
 
-def model_operations(weights: nn.Module, layers: Sequence[Layer], dtype: mx.Dtype) -> list[Operation]:
-    """Return every distinct operation of a model, and what a kernel of ours does for several of a layer."""
+def model_operations(
+    weights: nn.Module, layers: Sequence[Layer], dtype: mx.Dtype, *, images: bool = False
+) -> list[Operation]:
+    """Return every distinct operation of a model, and what a kernel of ours does for several of a layer, as far as
+    it is used by what was chosen: what is used instead is returned once it was.
+
+    Where attention is computed in place, its part after the arrangement is needed with `images` only: their tokens
+    have other positions.
+    """
     found: dict[tuple[str, str], Operation] = {}
     for layer in layers:
         for each in _operations(layer, dtype):
             found.setdefault((each.operation, each.shape), each)
-    return [*operations(weights, dtype, layers), *found.values()]
+    several = [each for each in found.values() if not decided(*each.names) or chosen_kernel(*each.names) in KERNELS]
+    in_place = {each.shape for each in several if each.operation == IN_PLACE}
+    separate = operations(weights, dtype, layers)
+    used = [each for each in separate if images or each.operation != "attention" or each.shape not in in_place]
+    return [*used, *several]
 
 
 def _operations(layer: Layer, dtype: mx.Dtype) -> Iterator[Operation]:
@@ -70,7 +81,8 @@ def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
     rows = MOST_ROWS if product.refusal(dtype, "metal-matrix") else WIDE_ROWS
 
     def candidates() -> Mapping[str, Runs | str]:
-        parts = [_first_outputs(each, matrix_weights(each)) for each in layers]
+        names = _kernels_alone(product, dtype)
+        parts = [first_outputs(each, matrix_weights(each)) for each in layers]
         found = [matrix_weights(each) for each in parts]
         x = _random(rows, 1, found[0].inputs, dtype=dtype)
         residual = _random(rows, 1, found[0].outputs, dtype=dtype)
@@ -83,9 +95,13 @@ def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
             given = x[b, w] if norm is None else stock_norm(x[b, w], norm["weight"], norm.eps)
             return finish([split_product(given, each, 1, MOST_ROWS) for each in parts], b, w)
 
+        joined = _joined(found)
+        sizes = [each.outputs for each in found]
+
         def apart(b: slice, w: slice) -> mx.array:
             given = x[b, w] if norm is None else metal_norm(x[b, w], None, norm["weight"], norm.eps)[0]
-            return finish(metal_products(given, found, "metal"), b, w)
+            (made,) = metal_products(given, [joined], names[0])
+            return finish([*mx.split(made, list(accumulate(sizes[:-1])), axis=-1)], b, w)
 
         def ours(kernel: str) -> Runs:
             def run(b: slice, w: slice) -> mx.array:
@@ -96,10 +112,30 @@ def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
 
             return (run,)
 
-        kernels = {name: product.refusal(dtype, name) or ours(name) for name in KERNELS}
+        kernels = {name: product.refusal(dtype, name) or ours(name) for name in names}
         return {"stock": (stock,), **kernels, "metal-apart": (apart,)}
 
-    return Operation(FUSED, product.shape(dtype), candidates, rows, narrower=NARROWER)
+    return Operation(FUSED, product.shape(dtype), candidates, rows)
+
+
+def _kernels_alone(product: FusedProduct, dtype: mx.Dtype) -> list[str]:
+    """Return the kernels of ours that were chosen for these products alone: others are not compiled for several."""
+    shapes = [product_shape(dtype, each, matrix_weights(each)) for each in product.layers]
+    chosen = [chosen_kernel("product", shape) for shape in shapes]
+    return [name for name in KERNELS if name in chosen] or ["metal"]
+
+
+def _joined(matrices: Sequence[MatrixWeights]) -> MatrixWeights:
+    """Return one matrix with all outputs: by it is multiplied as by several in one launch."""
+
+    def join(arrays: Sequence[mx.array | None]) -> mx.array:
+        return mx.concatenate([array for array in arrays if array is not None])
+
+    first, weight = matrices[0], join([each.weight for each in matrices])
+    if first.scales is None:
+        return MatrixWeights(weight)
+    scales, biases = join([each.scales for each in matrices]), join([each.biases for each in matrices])
+    return MatrixWeights(weight, scales, biases, first.bits, first.group)
 
 
 def in_place_refusal(layer: nn.Module) -> str | None:
@@ -152,16 +188,7 @@ def _in_place(layer: nn.Module, described: Attention, dtype: mx.Dtype) -> Callab
                 made.append(out)
             return mx.concatenate(made[w.start :], axis=1)
 
-        def apart(b: slice, w: slice) -> mx.array:
-            first = offset[b] + w.start
-            made = metal_arrange(both[b, w], new[0][b, w], new[1][b, w], norms, layer.rope, first)
-            memory = KV(cache[0][b], cache[1][b], first, _reach(b, w))
-            memory.update_and_fetch(made.keys, made.values)
-            return metal_attend(
-                made.queries, both[b, w], memory.keys, memory.values, first, layer.scale, memory.reach
-            )
-
-        return {"stock": (stock,), "metal": (ours, token_by_token), "metal-apart": (apart,)}
+        return {"stock": (stock,), "metal": (ours, token_by_token)}
 
     return candidates
 

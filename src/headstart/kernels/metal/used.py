@@ -10,9 +10,9 @@ from ..backend import Backend
 from ..layers import FeedForward, Layer, Part, Pass, Residual
 from ..memories import memories_of
 from ..weights import MatrixWeights, matrix_weights
+from .products import MOST_FUSED
 from .stock import StockMetal
 
-MOST_FUSED = 4  # that a kernel of ours has
 Format = tuple[int, int]  # bits, and weights that share a scale
 
 
