@@ -40,8 +40,8 @@ def cases() -> Iterator[Any]:
         ("cuda", 8, 32, 33, 96, "float16"),
         ("cuda", 16, 1, 40, 640, "float16"),
         ("metal", 4, 64, 6, 576, "bfloat16"),  # more than a step of some lanes
-        ("metal-matrix", 4, 64, 33, 320, "bfloat16"),  # more than a tile, and more than a block of some slices
-        ("metal-tensor", 4, 64, 33, 320, "bfloat16"),
+        ("metal-matrix", 4, 64, 33, 384, "float32"),  # more than a tile, and more than a block of some slices
+        ("metal-tensor", 4, 64, 33, 384, "bfloat16"),
     ]
     yield from fast
     slow = [
@@ -64,17 +64,17 @@ def cases() -> Iterator[Any]:
         ("metal", 8, 128, 9, 640, "bfloat16"),
         ("metal", 8, 128, 5, LONG, "float32"),
         ("metal", 16, 1, 40, 640, "float16"),
-        ("metal-matrix", 4, 32, 5, 96, "float32"),  # slices without a block
-        ("metal-matrix", 4, 128, 40, 384, "float16"),
-        ("metal-matrix", 8, 32, 33, 544, "bfloat16"),
-        ("metal-matrix", 8, 64, 9, 320, "float16"),
-        ("metal-matrix", 8, 128, 9, 384, "float32"),
+        ("metal-matrix", 4, 32, 5, 64, "float32"),  # slices without a block
+        ("metal-matrix", 4, 128, 40, 512, "float16"),
+        ("metal-matrix", 8, 32, 33, 576, "bfloat16"),
+        ("metal-matrix", 8, 64, 9, 384, "float16"),
+        ("metal-matrix", 8, 128, 9, 512, "float32"),
         ("metal-matrix", 16, 1, 33, 320, "bfloat16"),
         ("metal-matrix", 16, 1, 1, 32, "float16"),
-        ("metal-tensor", 4, 32, 5, 96, "float16"),
-        ("metal-tensor", 4, 128, 40, 384, "bfloat16"),
-        ("metal-tensor", 8, 32, 33, 544, "float16"),
-        ("metal-tensor", 8, 64, 9, 320, "bfloat16"),
+        ("metal-tensor", 4, 32, 5, 64, "float16"),
+        ("metal-tensor", 4, 128, 40, 512, "bfloat16"),
+        ("metal-tensor", 8, 32, 33, 576, "float16"),
+        ("metal-tensor", 8, 64, 9, 384, "bfloat16"),
         ("metal-tensor", 16, 1, 33, 320, "bfloat16"),
     ]
     yield from (pytest.param(*each, marks=SLOW) for each in slow)

@@ -206,10 +206,13 @@ def wait(arrays: list[mx.array]) -> None:
 
 def _same_bits(operation: Operation, run: Run, together: mx.array) -> Iterator[mx.array]:
     """Yield whether rows have their bits of `together` in any number of sequences, and in windows of any width that
-    begin and end anywhere."""
+    begin and end anywhere. Where windows have one position, each is looked at alone and in a pair: another order of
+    sums shows in few elements once they are rounded."""
     B, W = operation.sequences, operation.width
     counts = [n for n in range(1, B + 1) if n <= MOST_ROWS or n in (*WIDER, B)]
     parts = [(slice(B - n, B), slice(0, W)) for n in counts]
+    if W == 1:
+        parts += [(slice(i, i + n), slice(0, 1)) for n in (1, 2) for i in range(0, B - n, n)]
     if W > 1:
         parts += [(slice(0, 1), slice(W - w, W)) for w in range(1, W)]
         parts += [(slice(B - 1, B), slice(0, w)) for w in range(1, W)]

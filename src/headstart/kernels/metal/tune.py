@@ -106,6 +106,11 @@ def _random(*shape: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
 
 
+def _spread(*shape: int, dtype: mx.Dtype) -> mx.array:
+    """Return inputs of many magnitudes: sums of alike ones, of few bits, are exact in any order."""
+    return (_random(*shape, dtype=mx.float32) * mx.exp(1.5 * _random(*shape[::-1], dtype=mx.float32).T)).astype(dtype)
+
+
 def _same(made: list[mx.array]) -> mx.array:
     """Return what several products with one weight made; NaN where they differ."""
     first, *others = made
@@ -119,7 +124,7 @@ def _product(layer: nn.Module, dtype: mx.Dtype, fused: Fused) -> Operation:
 
     def candidates() -> Mapping[str, Runs | str]:
         part = first_outputs(layer, weights)
-        x = _random(rows, 1, weights.inputs, dtype=dtype)
+        x = _spread(rows, 1, weights.inputs, dtype=dtype)
 
         def stock(least: int, most: int) -> Runs:
             return (lambda b, w: split_product(x[b, w], part, least, most),)
@@ -220,17 +225,12 @@ def _norm(module: nn.Module, dtype: mx.Dtype, forms: int = 2) -> Operation:
 
     def candidates() -> Mapping[str, Runs | str]:
         x, added = (_random(MOST_ROWS + i, 1, module.weight.shape[0], dtype=dtype)[i:] for i in (0, 1))
-
-        def alone(b: slice, w: slice) -> mx.array:
-            return metal_norm(x[b, w] + added[b, w], None, module.weight, module.eps)[0]
-
-        def with_sum(b: slice, w: slice) -> mx.array:
-            return metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1]
-
-        return {
-            "stock": (lambda b, w: stock_norm(x[b, w] + added[b, w], module.weight, module.eps),),
-            "metal": (alone, with_sum)[:forms],
-        }
+        weight, eps = module.weight, module.eps
+        ours: Runs = (
+            lambda b, w: metal_norm(x[b, w] + added[b, w], None, weight, eps)[0],
+            lambda b, w: metal_norm(x[b, w], added[b, w], weight, eps)[1],
+        )
+        return {"stock": (lambda b, w: stock_norm(x[b, w] + added[b, w], weight, eps),), "metal": ours[:forms]}
 
     return Operation("norm", norm_shape(x), candidates, forms=forms)
 

@@ -26,7 +26,7 @@ from .choice import MOST_ROWS, WIDE_ROWS, Operation, Runs, chosen_kernel, decide
 from .fused import FUSED, FusedProduct, layer_products
 from .norm import metal_norm
 from .products import KERNELS, first_outputs, metal_products, product_shape, split_product
-from .tune import LENGTHS, STOCK, STRIDE, _random, operations
+from .tune import LENGTHS, STOCK, STRIDE, _random, _spread, operations
 
 IN_PLACE = "attention in place"
 
@@ -84,7 +84,7 @@ def _fused(product: FusedProduct, dtype: mx.Dtype) -> Operation:
         names = _kernels_alone(product, dtype)
         parts = [first_outputs(each, matrix_weights(each)) for each in layers]
         found = [matrix_weights(each) for each in parts]
-        x = _random(rows, 1, found[0].inputs, dtype=dtype)
+        x = _spread(rows, 1, found[0].inputs, dtype=dtype)
         residual = _random(rows, 1, found[0].outputs, dtype=dtype)
 
         def finish(made: list[mx.array], b: slice, w: slice) -> mx.array:
@@ -131,7 +131,10 @@ def _joined(matrices: Sequence[MatrixWeights]) -> MatrixWeights:
     def join(arrays: Sequence[mx.array | None]) -> mx.array:
         return mx.concatenate([array for array in arrays if array is not None])
 
-    first, weight = matrices[0], join([each.weight for each in matrices])
+    first, *others = matrices
+    if not others:
+        return first
+    weight = join([each.weight for each in matrices])
     if first.scales is None:
         return MatrixWeights(weight)
     scales, biases = join([each.scales for each in matrices]), join([each.biases for each in matrices])
