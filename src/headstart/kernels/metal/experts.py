@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..weights import MatrixWeights, weight_names
 from .device import metal_kernel, type_name
@@ -41,6 +42,12 @@ def _experts_kernel(count: int, quantised: bool, own: bool, body: Body) -> Any:
     names = ("x", "indices", *weight_names(count, quantised))
     outputs = tuple(f"out{i}" for i in range(count))
     return metal_kernel("experts", names, outputs, source, "products", "experts")
+
+
+def experts_per_token(module: nn.Module) -> int:
+    """Return how many experts a token takes: mlx-lm's mixtures, or their routers, say it by one name or another."""
+    said = vars(module) | vars(module.get("gate", module.get("router")))
+    return int(said["top_k"] if "top_k" in said else said["num_experts_per_tok"])
 
 
 def route_shape(logits: mx.array, top: int) -> str:

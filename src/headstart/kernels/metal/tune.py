@@ -16,7 +16,7 @@ from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
 from ..weights import matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
 from .choice import MOST_ROWS, WIDE_ROWS, Operation, Run, Runs
-from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
+from .experts import combine_shape, experts_per_token, metal_combine, metal_experts, metal_route, route_shape
 from .fused import may_be_launched
 from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
@@ -165,17 +165,11 @@ def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operatio
     return Operation("experts", product_shape(dtype, layer, weights), candidates)
 
 
-def _experts_per_token(module: nn.Module) -> int:
-    """Return how many experts a token takes: mlx-lm's mixtures, or their routers, say it by one name or another."""
-    said = vars(module) | vars(module.get("gate", module.get("router")))
-    return int(said["top_k"] if "top_k" in said else said["num_experts_per_tok"])
-
-
 def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     gated = "shared_expert_gate" in module  # Qwen3.5's; others are summed by stock ops
     if gated and module.sharding_group is not None:
         return
-    top = _experts_per_token(module)
+    top = experts_per_token(module)
     yield from _expert_layers(module.switch_mlp, top, dtype)
     if not isinstance(module.get("gate"), nn.Linear | nn.QuantizedLinear):
         return
