@@ -48,7 +48,7 @@ def test_what_loading_checks_is_found_right_and_independent(family: str, monkeyp
     monkeypatch.setattr(choice, "LAUNCHES", 1)
     monkeypatch.setattr(choice, "_score", lambda candidate: candidate.name.startswith("stock"))  # ours first
     model = random_model(family, **SIZES)
-    for operation in model_operations(model.weights, model.layers, model.dtype):
+    for operation in model_operations(model.weights, model.layers, model.dtype, images=True):
         if operation.operation in ("product", "experts"):  # see test_metal_kernels.py
             continue
         check = choice.decide(operation)
