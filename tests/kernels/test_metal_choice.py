@@ -18,7 +18,7 @@ from fixtures import random_model
 from headstart.kernels import Backend, cache
 from headstart.kernels.experts import stock_route
 from headstart.kernels.layers import Pass
-from headstart.kernels.metal import backend, choice, kept, stock, tune
+from headstart.kernels.metal import backend, choice, device, kept, stock, tune
 from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import TIMED, KernelCheck, checks, choose
 from headstart.kernels.metal.tune import operations
@@ -455,6 +455,7 @@ def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
         raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
     monkeypatch.setattr(mx.fast, "metal_kernel", compiler)
+    device.metal_kernel.cache_clear()  # of what others have compiled
     monkeypatch.setattr(choice, "REPEATS", 1)
     monkeypatch.setattr(choice, "LAUNCHES", 1)
     model = random_model(family)

@@ -1,8 +1,9 @@
 """Draw tokens from rows of logits on Metal, and verify drafts: see `sampling.metal`, `changes.metal`, `select.metal`
 and `ratio.metal`. What the launchers do, `kernels/drawn.py` says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,6 +42,23 @@ SPECIAL = """
 
 def slices_of(vocabulary: int) -> int:
     return -(-vocabulary // (THREADS * EACH))
+
+
+def sampling_kernel(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, *headers: str
+) -> Callable[..., Any]:
+    """Return a kernel to which every input is an array in device memory."""
+    kernel = metal_kernel(name, inputs, outputs, source, *headers)
+    return lambda inputs, **how: kernel(inputs=[_in_device_memory(each) for each in inputs], **how)
+
+
+def _in_device_memory(array: mx.array) -> mx.array:
+    """Return the array with at least eight numbers: fewer MLX passes in another address space, and each batch of one,
+    two and so on would have pipelines of its own."""
+    if array.size >= 8:
+        return array
+    rows = -(-8 // (array.size // array.shape[0]))
+    return mx.pad(array, [(0, rows - array.shape[0]), *[(0, 0)] * (array.ndim - 1)])
 
 
 @lru_cache(typed=True)
@@ -92,7 +110,7 @@ def metal_draw(
             special, token + row, finite + row, cuts + 6 * row, shared, index);
     """
     inputs = ("logits", *HOW, "found", "rest", "plan", "entries")
-    tokens, finite, cuts = metal_kernel("draw", inputs, ("token", "finite", "cuts"), source, "sampling", "select")(
+    tokens, finite, cuts = sampling_kernel("draw", inputs, ("token", "finite", "cuts"), source, "sampling", "select")(
         inputs=[logits, *how, found, rest, plan, entries],
         template=template_of(logits, TRUNCATES=sampler.truncates),
         grid=(THREADS, B * W, 1),
@@ -157,7 +175,7 @@ def _survey(
     if changes:
         inputs, given = [*inputs, *CHANGES], [*given, *_changes(sampler, drafts, permitted)]
         outputs, shapes, dtypes = [*outputs, "changed"], [*shapes, logits.shape], [*dtypes, mx.float32]
-    found, bins, *rest = metal_kernel("survey", tuple(inputs), tuple(outputs), source, "sampling", "changes")(
+    found, bins, *rest = sampling_kernel("survey", tuple(inputs), tuple(outputs), source, "sampling", "changes")(
         inputs=given,
         template=template_of(logits, TRUNCATES=sampler.truncates),
         grid=(count * THREADS, B * W, 1),
@@ -194,7 +212,7 @@ def _plan(logits: mx.array, how: list[mx.array], found: mx.array, bins: mx.array
             how.excludes(position), size, plan + row * headstart::PLAN, counts + row * metal::max(slices, 8), masses,
             counted, index);
     """
-    made: list[mx.array] = metal_kernel(
+    made: list[mx.array] = sampling_kernel(
         "plan", ("logits", *HOW, "found", "bins"), ("plan", "counts"), source, "sampling"
     )(
         inputs=[logits, *how, found, bins],
@@ -222,7 +240,7 @@ def _gather(logits: mx.array, how: list[mx.array], plan: mx.array, counts: mx.ar
             entries + row * 2 * headstart::LISTED, rest + (row * slices + slice) * headstart::FOUND, parts, next,
             index);
     """
-    made: list[mx.array] = metal_kernel(
+    made: list[mx.array] = sampling_kernel(
         "gather", ("logits", *HOW, "plan", "counts"), ("entries", "rest"), source, "sampling"
     )(
         inputs=[logits, *how, plan, counts],
@@ -283,7 +301,7 @@ def metal_ratio(
             how, tokens + b * W, most + b, index);
     """
     inputs = (*OF_WINDOW, "excess", "drawn", "optimistic")
-    tokens, most = metal_kernel("accept", inputs, ("tokens", "most"), source, "sampling", "select", "ratio")(
+    tokens, most = sampling_kernel("accept", inputs, ("tokens", "most"), source, "sampling", "select", "ratio")(
         inputs=[*given, excess, drawn.tokens, optimistic.astype(mx.int32)],
         template=template,
         grid=(32, 1, B),
@@ -321,7 +339,7 @@ def _excess(
             excess + ((b * k + i) * slices + slice) * 4, parts, index);
     """
     inputs = (*OF_WINDOW, "plan", "entries")
-    made: list[mx.array] = metal_kernel("excess", inputs, ("excess",), source, "sampling", "select", "ratio")(
+    made: list[mx.array] = sampling_kernel("excess", inputs, ("excess",), source, "sampling", "select", "ratio")(
         inputs=[*given, plan, entries],
         template=[*template, ("LISTED", plan is not entries)],
         grid=(count * THREADS, W - 1, B),

@@ -4,8 +4,7 @@ import mlx.core as mx
 
 from ...sampling import Logprobs
 from . import sampling
-from .device import metal_kernel
-from .sampling import constant, slices_of, template_of
+from .sampling import constant, sampling_kernel, slices_of, template_of
 
 
 def metal_logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
@@ -25,7 +24,7 @@ def metal_logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
             values, begin, size, top[0], codes + at * 2 * top[0], masses + row * metal::max(slices, 8) + slice, parts,
             index);
     """
-    codes, masses = metal_kernel("scores", ("logits", "top"), ("codes", "masses"), source, "sampling", "scores")(
+    codes, masses = sampling_kernel("scores", ("logits", "top"), ("codes", "masses"), source, "sampling", "scores")(
         inputs=[logits, constant(best)],
         template=template_of(logits),
         grid=(count * sampling.THREADS, rows, 1),
@@ -42,7 +41,7 @@ def metal_logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
             best + row * count, int(thread_index_in_simdgroup));
     """
     inputs, outputs = ("logits", "top", "codes", "masses", "tokens"), ("chosen", "ids", "best")
-    chosen, ids, scores = metal_kernel("merge_scores", inputs, outputs, source, "sampling", "scores")(
+    chosen, ids, scores = sampling_kernel("merge_scores", inputs, outputs, source, "sampling", "scores")(
         inputs=[logits, constant(best), codes, masses, tokens],
         template=template_of(logits),
         grid=(32 * rows, 1, 1),

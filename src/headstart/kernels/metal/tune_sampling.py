@@ -72,7 +72,8 @@ def sample(backend: Backend, target: mx.array, drafter: mx.array, rows: Controls
     the tokens that count, how many drafts those are, and their log-probabilities, [B, 1, n]."""
     B, W, V = target.shape
     counts = mx.zeros((B, V)) if rows.count_penalty is not None else None
-    recent = mx.broadcast_to(mx.arange(20 if rows.penalties else 0, dtype=mx.int32), (B, 20 if rows.penalties else 0))
+    seen = mx.arange(20 if rows.penalties else 0, dtype=mx.int32) % V
+    recent = mx.broadcast_to(seen, (B, seen.size))
     numbers = mx.full((B,), 40, mx.int32)
     context, proposal = BatchContext(rows, numbers, numbers, recent, numbers, counts), Proposal.none(B)
     for i in range(W - 1):
