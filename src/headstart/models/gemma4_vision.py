@@ -17,7 +17,7 @@ IMAGE, BEGIN, END = 258880, 255999, 258882  # tokens, where config.json does not
 
 
 @dataclass(frozen=True)
-class VisionShape:
+class GemmaTowerShape:
     """The sizes in config.json's `vision_config`; transformers' defaults for what it leaves out."""
 
     depth: int
@@ -35,7 +35,7 @@ class VisionShape:
     standardize: bool
 
     @classmethod
-    def of(cls, vision: dict[str, Any]) -> "VisionShape":
+    def of(cls, vision: dict[str, Any]) -> "GemmaTowerShape":
         rope = vision.get("rope_parameters") or {}
         return cls(
             depth=int(vision.get("num_hidden_layers", 16)),
@@ -69,8 +69,8 @@ class ClippedLinear(nn.Module):
         return mx.clip(x, self.output_min, self.output_max) if "output_min" in self else x
 
 
-class VisionAttention(nn.Module):
-    def __init__(self, shape: VisionShape):
+class GemmaTowerAttention(nn.Module):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
         self.q_proj = ClippedLinear(shape.hidden, queries, shape.clipped)
@@ -81,19 +81,19 @@ class VisionAttention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head, shape.eps)
 
 
-class VisionMLP(nn.Module):
-    def __init__(self, shape: VisionShape):
+class GemmaTowerMLP(nn.Module):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         self.gate_proj = ClippedLinear(shape.hidden, shape.intermediate, shape.clipped)
         self.up_proj = ClippedLinear(shape.hidden, shape.intermediate, shape.clipped)
         self.down_proj = ClippedLinear(shape.intermediate, shape.hidden, shape.clipped)
 
 
-class VisionBlock(nn.Module):
-    def __init__(self, shape: VisionShape):
+class GemmaTowerBlock(nn.Module):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
-        self.self_attn = VisionAttention(shape)
-        self.mlp = VisionMLP(shape)
+        self.self_attn = GemmaTowerAttention(shape)
+        self.mlp = GemmaTowerMLP(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
         self.pre_feedforward_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
@@ -101,20 +101,20 @@ class VisionBlock(nn.Module):
 
 
 class PatchEmbedder(nn.Module):
-    def __init__(self, shape: VisionShape):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         self.input_proj = nn.Linear(3 * shape.patch**2, shape.hidden, bias=False)
         self.position_embedding_table = mx.zeros((2, shape.table, shape.hidden))  # of columns, then of rows
 
 
 class Encoder(nn.Module):
-    def __init__(self, shape: VisionShape):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
-        self.layers = [VisionBlock(shape) for _ in range(shape.depth)]
+        self.layers = [GemmaTowerBlock(shape) for _ in range(shape.depth)]
 
 
-class Blocks(nn.Module):
-    def __init__(self, shape: VisionShape):
+class GemmaTowerBlocks(nn.Module):
+    def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         self.patch_embedder = PatchEmbedder(shape)
         self.encoder = Encoder(shape)
@@ -156,8 +156,8 @@ class GemmaImages(VisionTower[GemmaRules]):
 class GemmaTower(GemmaImages):
     def __init__(self, config: dict[str, Any], rules: GemmaRules):
         super().__init__(config, rules)
-        self._shape = shape = VisionShape.of(config["vision_config"])
-        self.vision_tower = Blocks(shape)
+        self._shape = shape = GemmaTowerShape.of(config["vision_config"])
+        self.vision_tower = GemmaTowerBlocks(shape)
         self.embed_vision = Projector(shape.hidden, self.spec.out, shape.eps)
 
     @property
@@ -195,7 +195,7 @@ class GemmaTower(GemmaImages):
         yield self.embed_vision.run(backend, made.astype(x.dtype))
 
     def _attend(
-        self, backend: Backend, block: VisionBlock, x: mx.array, turns: tuple[mx.array, mx.array]
+        self, backend: Backend, block: GemmaTowerBlock, x: mx.array, turns: tuple[mx.array, mx.array]
     ) -> mx.array:
         part, shape, x = block.self_attn, self._shape, block.input_layernorm(x)
         projections = part.q_proj, part.k_proj, part.v_proj
@@ -208,7 +208,7 @@ class GemmaTower(GemmaImages):
         return part.o_proj.run(backend, attend(queries, keys, values, 1.0))
 
 
-def _feed_forward(backend: Backend, block: VisionBlock, x: mx.array) -> mx.array:
+def _feed_forward(backend: Backend, block: GemmaTowerBlock, x: mx.array) -> mx.array:
     part, x = block.mlp, block.pre_feedforward_layernorm(x)
     gate, up = (each.run(backend, x) for each in (part.gate_proj, part.up_proj))
     return part.down_proj.run(backend, nn.gelu_approx(gate) * up)

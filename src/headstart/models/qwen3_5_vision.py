@@ -19,7 +19,7 @@ PATCHES = "patch_embed.proj.weight"
 
 
 @dataclass(frozen=True)
-class VisionShape:
+class QwenTowerShape:
     """The sizes in config.json's `vision_config`."""
 
     depth: int
@@ -34,7 +34,7 @@ class VisionShape:
     channels: int
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> "VisionShape":
+    def of(cls, config: dict[str, Any]) -> "QwenTowerShape":
         vision = config["vision_config"]
         return cls(
             depth=int(vision["depth"]),
@@ -55,38 +55,38 @@ def mrope_axes(sections: list[int], frequencies: int) -> tuple[int, ...]:
     return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(frequencies))
 
 
-class VisionMLP(nn.Module):
+class QwenTowerMLP(nn.Module):
     def __init__(self, hidden: int, intermediate: int, out: int):
         super().__init__()
         self.linear_fc1 = nn.Linear(hidden, intermediate)
         self.linear_fc2 = nn.Linear(intermediate, out)
 
 
-class VisionAttention(nn.Module):
+class QwenTowerAttention(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.proj = nn.Linear(hidden, hidden)
 
 
-class VisionBlock(nn.Module):
-    def __init__(self, shape: VisionShape):
+class QwenTowerBlock(nn.Module):
+    def __init__(self, shape: QwenTowerShape):
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.hidden, NORM_EPS)
         self.norm2 = nn.LayerNorm(shape.hidden, NORM_EPS)
-        self.attn = VisionAttention(shape.hidden)
-        self.mlp = VisionMLP(shape.hidden, shape.intermediate, shape.hidden)
+        self.attn = QwenTowerAttention(shape.hidden)
+        self.mlp = QwenTowerMLP(shape.hidden, shape.intermediate, shape.hidden)
 
 
-class Merger(VisionMLP):
-    def __init__(self, shape: VisionShape):
+class Merger(QwenTowerMLP):
+    def __init__(self, shape: QwenTowerShape):
         wide = shape.hidden * shape.merge**2
         super().__init__(wide, wide, shape.out)
         self.norm = nn.LayerNorm(shape.hidden, NORM_EPS)
 
 
 class PatchEmbed(nn.Module):
-    def __init__(self, shape: VisionShape):
+    def __init__(self, shape: QwenTowerShape):
         super().__init__()
         # Released as a convolution whose kernel is as large as its stride: a product.
         self.proj = nn.Linear(shape.channels * shape.frames * shape.patch**2, shape.hidden)
@@ -98,13 +98,13 @@ class QwenTower(VisionTower[QwenRules]):
     def __init__(self, config: dict[str, Any], rules: QwenRules, token_id: TokenId):
         rope, head = config["text_config"]["rope_parameters"], config["text_config"]["head_dim"]
         rotated = int(head * rope.get("partial_rotary_factor", 1.0))
-        shape = VisionShape.of(config)
+        shape = QwenTowerShape.of(config)
         axes = mrope_axes(rope["mrope_section"], rotated // 2)
         super().__init__(TowerSpec(int(config["image_token_id"]), shape.out, axes), rules)
         self._shape = shape
         self.patch_embed = PatchEmbed(shape)
         self.pos_embed = nn.Embedding(shape.table, shape.hidden)
-        self.blocks = [VisionBlock(shape) for _ in range(shape.depth)]
+        self.blocks = [QwenTowerBlock(shape) for _ in range(shape.depth)]
         self.merger = Merger(shape)
 
     @property
@@ -148,7 +148,7 @@ class QwenTower(VisionTower[QwenRules]):
         yield backend.product(nn.gelu(backend.product(x, self.merger.linear_fc1)), self.merger.linear_fc2)
 
     def _attend(
-        self, backend: Backend, layer: VisionAttention, x: mx.array, cosine: mx.array, sine: mx.array
+        self, backend: Backend, layer: QwenTowerAttention, x: mx.array, cosine: mx.array, sine: mx.array
     ) -> mx.array:
         N, heads = x.shape[0], self._shape.heads
         qkv = backend.product(x, layer.qkv).reshape(N, 3, heads, -1).transpose(1, 2, 0, 3)[:, None]  # [3, 1, H, N, D]

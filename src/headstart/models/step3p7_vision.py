@@ -20,7 +20,7 @@ STRIDE = 4  # patches by side that become one token
 
 
 @dataclass(frozen=True)
-class VisionShape:
+class StepTowerShape:
     """The sizes in config.json's `vision_config`, by the names of releases or transformers'."""
 
     depth: int
@@ -34,7 +34,7 @@ class VisionShape:
     base: float  # of RoPE
 
     @classmethod
-    def of(cls, vision: dict[str, Any]) -> "VisionShape":
+    def of(cls, vision: dict[str, Any]) -> "StepTowerShape":
         hidden = int(vision.get("width", vision.get("hidden_size", 1536)))
         patch, rope = int(vision.get("patch_size", 14)), vision.get("rope_parameters") or {}
         return cls(
@@ -56,45 +56,45 @@ class LayerScale(nn.Module):
         self.gamma = mx.ones((hidden,))
 
 
-class VisionAttention(nn.Module):
+class StepTowerAttention(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         self.in_proj = nn.Linear(hidden, 3 * hidden)
         self.out_proj = nn.Linear(hidden, hidden)
 
 
-class VisionMLP(nn.Module):
-    def __init__(self, shape: VisionShape):
+class StepTowerMLP(nn.Module):
+    def __init__(self, shape: StepTowerShape):
         super().__init__()
         self.c_fc = nn.Linear(shape.hidden, shape.intermediate)
         self.c_proj = nn.Linear(shape.intermediate, shape.hidden)
 
 
-class VisionBlock(nn.Module):
-    def __init__(self, shape: VisionShape):
+class StepTowerBlock(nn.Module):
+    def __init__(self, shape: StepTowerShape):
         super().__init__()
-        self.attn = VisionAttention(shape.hidden)
-        self.mlp = VisionMLP(shape)
+        self.attn = StepTowerAttention(shape.hidden)
+        self.mlp = StepTowerMLP(shape)
         self.ln_1 = nn.LayerNorm(shape.hidden, shape.eps)
         self.ln_2 = nn.LayerNorm(shape.hidden, shape.eps)
         self.ls_1 = LayerScale(shape.hidden)
         self.ls_2 = LayerScale(shape.hidden)
 
 
-class Blocks(nn.Module):
-    def __init__(self, shape: VisionShape):
+class StepTowerBlocks(nn.Module):
+    def __init__(self, shape: StepTowerShape):
         super().__init__()
-        self.resblocks = [VisionBlock(shape) for _ in range(shape.depth)]
+        self.resblocks = [StepTowerBlock(shape) for _ in range(shape.depth)]
 
 
 class Views(nn.Module):
-    def __init__(self, shape: VisionShape):
+    def __init__(self, shape: StepTowerShape):
         super().__init__()
         # Released as a convolution whose kernel is as large as its stride: a product.
         self.conv1 = nn.Linear(shape.channels * shape.patch**2, shape.hidden, bias=False)
         self.positional_embedding = mx.zeros((shape.table**2, shape.hidden))
         self.ln_pre = nn.LayerNorm(shape.hidden, shape.eps)
-        self.transformer = Blocks(shape)
+        self.transformer = StepTowerBlocks(shape)
         self.vit_downsampler1 = nn.Conv2d(shape.hidden, 2 * shape.hidden, 3, stride=2, padding=1)
         self.vit_downsampler2 = nn.Conv2d(2 * shape.hidden, 4 * shape.hidden, 3, stride=2, padding=1)
 
@@ -108,7 +108,7 @@ class StepTower(VisionTower[StepRules]):
     def __init__(self, config: dict[str, Any], rules: StepRules, token_id: TokenId):
         spec = TowerSpec(int(config.get("image_token_id", IMAGE)), int(config["text_config"]["hidden_size"]))
         super().__init__(spec, rules)
-        self._token_id, self._shape = token_id, VisionShape.of(config["vision_config"])
+        self._token_id, self._shape = token_id, StepTowerShape.of(config["vision_config"])
         shape, bias = self._shape, bool(config.get("projector_bias", False))
         self.vision_model = Views(shape)
         self.vit_large_projector = nn.Linear(4 * shape.hidden, spec.out, bias=bias)
@@ -178,7 +178,7 @@ class StepTower(VisionTower[StepRules]):
         yield backend.product(x.reshape(-1, x.shape[-1]), self.vit_large_projector)
 
     def _attend(
-        self, backend: Backend, layer: VisionAttention, x: mx.array, turns: tuple[mx.array, mx.array]
+        self, backend: Backend, layer: StepTowerAttention, x: mx.array, turns: tuple[mx.array, mx.array]
     ) -> mx.array:
         N, heads = x.shape[0], self._shape.heads
         queries, keys, values = backend.product(x, layer.in_proj).reshape(N, 3, heads, -1).swapaxes(0, 1)
