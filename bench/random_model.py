@@ -1,6 +1,8 @@
-"""Models of released shapes with random 4-bit weights, drawn on the device: nothing is downloaded."""
+"""Models of released shapes with random quantised weights, drawn on the device: nothing is downloaded."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -65,11 +67,29 @@ SHAPES["tiny"] = SHAPES["27b"] | {  # to try a benchmark without a card
 }
 
 
-def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
+@dataclass(frozen=True)
+class Mode:
+    """How matrices are quantised: all alike, or some by a part of their names in another way."""
+
+    name: str = "affine"
+    bits: int = 4
+    group: int = 64
+    others: tuple[tuple[str, int], ...] = ()  # parts of names, and their bits
+
+    def of(self, path: str) -> dict[str, Any]:
+        bits = next((bits for part, bits in self.others if part in path), self.bits)
+        return {"group_size": self.group, "bits": bits, "mode": self.name}
+
+    def quantise(self, part: nn.Module) -> None:
+        chosen = lambda path, module: self.of(path) if quantises(path, module) else False  # noqa: E731
+        nn.quantize(part, self.group, self.bits, mode=self.name, class_predicate=chosen)
+
+
+def random_model(shape: dict[str, Any], mode: Mode = Mode()) -> tuple[Model, nn.Module]:  # noqa: B008, it is frozen
     """The model, and mlx-lm's own over the same weights with its own norms."""
     built = models.build(shape)
     for part in (built.lm, built.weights.mtp):
-        nn.quantize(part, group_size=64, bits=4, class_predicate=quantises)
+        mode.quantise(part)
     model = Model(
         built.family,
         built.config,
@@ -82,25 +102,39 @@ def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
         if array.dtype == mx.uint32:
             array = random_codes(array.shape)
         elif name.endswith((".scales", ".biases")):
-            array = mx.zeros(array.shape, mx.bfloat16)
+            array = mx.zeros(array.shape, array.dtype if array.dtype == mx.uint8 else mx.bfloat16)
         elif not name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight", "A_log")):
             array = (mx.random.normal(array.shape) * array.shape[-1] ** -0.5).astype(mx.bfloat16)
         mx.eval(array)
         model.weights.update(tree_unflatten([(name, array)]))
     for _, module in model.weights.named_modules():
         if "scales" in module:
-            inputs = module.weight.shape[-1] * 32 // module.bits
-            spread = 2 * inputs**-0.5 / 2 ** (module.bits - 1)
-            scales = mx.random.uniform(0.5, 1.5, module.scales.shape) * spread
-            module.scales = scales.astype(mx.bfloat16)
-            module.biases = (-scales * (2**module.bits - 1) / 2).astype(mx.bfloat16)
-            mx.eval(module.scales, module.biases)
+            draw_scales(module)
     theirs = built.family.build(shape)
-    nn.quantize(theirs, group_size=64, bits=4, class_predicate=quantises)
+    mode.quantise(theirs)
     kept: Any = tree_flatten(model.lm.parameters())
     theirs.update(tree_unflatten([(n, a.astype(mx.bfloat16) if n.endswith("norm.weight") else a) for n, a in kept]))
     mx.eval(theirs.parameters())
     return model, theirs
+
+
+def draw_scales(module: nn.Module) -> None:
+    """Give a module whose codes are drawn such scales that its products are about as large as what it is given."""
+    inputs = module.weight.shape[-1] * 32 // module.bits
+    if module.mode == "affine":
+        spread = 2 * inputs**-0.5 / 2 ** (module.bits - 1)
+        scales = mx.random.uniform(0.5, 1.5, module.scales.shape) * spread
+        module.scales = scales.astype(mx.bfloat16)
+        module.biases = (-scales * (2**module.bits - 1) / 2).astype(mx.bfloat16)
+        mx.eval(module.scales, module.biases)
+        return
+    if module.mode == "mxfp8":  # codes that are no numbers, and the largest, become others
+        module.weight = module.weight & 0xBFBFBFBF
+    typical = {"mxfp4": 2.6, "nvfp4": 2.6, "mxfp8": 0.5}[module.mode] * inputs**0.5
+    one, steps = (56, 8) if module.mode == "nvfp4" else (127, 1)  # the byte of 1, and bytes from one power of two on
+    middle = round(one - steps * math.log2(typical))
+    module.scales = mx.random.randint(middle - steps, middle + steps + 1, module.scales.shape).astype(mx.uint8)
+    mx.eval(module.weight, module.scales)
 
 
 def quantises(path: str, module: nn.Module) -> bool:

@@ -164,6 +164,15 @@ inline int __reduce_min_sync(unsigned, int x) {  // of numbers that are not nega
 }
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t made = 0;
+  for (int i = 0; i < 4; ++i) made |= uint32_t(bytes >> 8 * (which >> 4 * i & 7) & 0xFF) << 8 * i;
+  return made;
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (shift & 31));
+}
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
@@ -218,6 +227,8 @@ X load_acquire(const X* from) {
 inline unsigned char* offset_address(void* pointer, int offset) {
   return reinterpret_cast<unsigned char*>(reinterpret_cast<uintptr_t>(pointer) ^ offset);
 }
+
+inline unsigned char* address_of(void* pointer, int offset) { return static_cast<unsigned char*>(pointer) + offset; }
 
 // Copies land as late as they may, so that a missing wait shows.
 template <bool = false>

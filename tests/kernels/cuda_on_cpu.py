@@ -32,6 +32,7 @@ NAMES = {
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
     mx.bool_: "bool",
+    mx.uint8: "uint8_t",
 }
 
 

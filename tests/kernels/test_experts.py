@@ -21,12 +21,14 @@ CASES = [
     *(("reference", *each, "float32") for each in ((16, 1), (4, 64))),
     *(("cpu", *each, dtype) for each in ((16, 1), (4, 64), (8, 32), (3, 64)) for dtype in ("bfloat16", "float32")),
     ("cuda", 4, 32, "bfloat16"),
+    ("cuda", 4, 16, "bfloat16"),  # nvfp4
     ("metal", 4, 32, "bfloat16"),
     *(
         pytest.param(*each, marks=SLOW)
         for each in [
             ("cuda", 16, 1, "bfloat16"),
             ("cuda", 8, 32, "float16"),
+            ("cuda", 6, 32, "bfloat16"),
             ("metal", 16, 1, "bfloat16"),
             ("metal", 8, 64, "float16"),
             ("metal-columns", 16, 1, "float16"),
@@ -49,7 +51,7 @@ def mixture(experts: int = EXPERTS, top: int = TOP, *, normed: bool = True, hidd
 
 def of_kind(module: nn.Module, bits: int, group: int, dtype: str) -> nn.Module:
     if bits < 16:
-        nn.quantize(module, group, bits)
+        nn.quantize(module, group, bits, mode="nvfp4" if group == 16 else "affine")
     module.set_dtype(getattr(mx, dtype))
     return module
 

@@ -33,13 +33,15 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pro
     return made
 
 
-def experts(inputs: int, hidden: int, bits: int, group: int, dtype: str) -> list[nn.Module]:
+def experts(
+    inputs: int, hidden: int, bits: int, group: int, dtype: str, mode: str = "affine", scales: str = ""
+) -> list[nn.Module]:
     layers = []
     for seed, (outputs, width) in enumerate([(hidden, inputs), (hidden, inputs), (inputs, hidden)]):
         layer = SwitchLinear(width, outputs, EXPERTS, bias=False)
         layer.weight = normal(EXPERTS, outputs, width, seed=seed, dtype=mx.float32) * width**-0.5
-        layer = layer if bits == 16 else layer.to_quantized(group, bits)
-        layer.set_dtype(getattr(mx, dtype))
+        layer = layer if bits == 16 else layer.to_quantized(group, bits, mode)
+        layer.set_dtype(getattr(mx, scales or dtype))
         layers.append(layer)
     return layers
 
@@ -57,9 +59,10 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 # Inputs, hidden, bits, group, type: pieces of scales of 4, 2 and 16 bytes; the last of a block's warps without work.
 CASES: list[Any] = [
-    (640, 64, 4, 64, "bfloat16"),
+    (640, 64, 4, 64, "bfloat16", "affine", ""),
+    (128, 64, 4, 16, "bfloat16", "nvfp4", ""),
     *(
-        pytest.param(*case, marks=SLOW)
+        pytest.param(*case, *("affine", "")[len(case) - 5 :], marks=SLOW)
         for case in [
             (128, 256, 4, 32, "bfloat16"),
             (256, 512, 4, 128, "float16"),
@@ -71,16 +74,25 @@ CASES: list[Any] = [
             (128, 128, 3, 64, "bfloat16"),
             (128, 128, 5, 64, "float16"),
             (128, 128, 6, 32, "bfloat16"),
+            (128, 128, 1, 64, "bfloat16"),
+            (256, 128, 4, 32, "bfloat16", "mxfp4"),
+            (128, 64, 4, 32, "float16", "mxfp4"),
+            (256, 128, 8, 32, "bfloat16", "mxfp8"),
+            (128, 64, 8, 32, "float16", "mxfp8"),
+            (128, 64, 4, 16, "float16", "nvfp4"),
+            (128, 64, 4, 32, "bfloat16", "affine", "float16"),
+            (128, 64, 5, 64, "bfloat16", "affine", "float32"),
+            (128, 64, 8, 64, "float16", "affine", "float32"),
         ]
     ),
 ]
 
 
-@pytest.mark.parametrize(("inputs", "hidden", "bits", "group", "dtype"), CASES)
+@pytest.mark.parametrize(("inputs", "hidden", "bits", "group", "dtype", "mode", "scales"), CASES)
 def test_experts_are_those_of_float64_and_a_row_the_same_among_any(
-    inputs: int, hidden: int, bits: int, group: int, dtype: str
+    inputs: int, hidden: int, bits: int, group: int, dtype: str, mode: str, scales: str
 ) -> None:
-    kind, layers = getattr(mx, dtype), experts(inputs, hidden, bits, group, dtype)
+    kind, layers = getattr(mx, dtype), experts(inputs, hidden, bits, group, dtype, mode, scales)
     found = [matrix_weights(layer) for layer in layers]
     assert not any(prompt_experts_refusal(kind, each) for each in found)
     x, indices = normal(ROWS * 2, inputs, seed=5, dtype=kind), chosen(ROWS * 2)
@@ -148,4 +160,3 @@ def test_what_does_not_fit_is_refused() -> None:
 
     assert "activations are float32" in refusal(128, 64, 4, 64, mx.float32)
     assert "96 → 64" in refusal(96, 64, 4, 32)
-    assert "quantised in another way" in refusal(128, 64, 4, 64, mx.float16)

@@ -51,8 +51,9 @@ def test_a_matrix_is_dequantised_with_one_rounding(bits: int, group: int, dtype:
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-def test_other_modes_are_dequantised_by_mlx(mode: str) -> None:
+def test_floats_are_dequantised_exactly(mode: str) -> None:
     layer = linear(24, 128, mode=mode)
+    assert mx.array_equal(full_matrix(matrix_weights(layer), mx.bfloat16), mx.array(weights_of(layer)))
     x = normal(7, 128, seed=2)
     assert error(wide_product(x, layer), exact(x) @ weights_of(layer).T) < 3e-3
 

@@ -22,6 +22,7 @@ class MatrixWeights:
     bits: int = 16
     group: int = 1  # weights that share a scale
     mode: str = "affine"  # of quantised weights, as MLX names it
+    whole: mx.array | None = None  # nvfp4's scale of all numbers, times NVFP4_MOST; of experts, one for each
 
     @cached_property
     def outputs(self) -> int:
@@ -105,7 +106,8 @@ def _read(layer: nn.Module) -> MatrixWeights:
     if "scales" not in layer:
         return MatrixWeights(layer.weight)
     mode = getattr(layer, "mode", "affine")
-    return MatrixWeights(layer.weight, layer.scales, layer.get("biases"), layer.bits, layer.group_size, mode)
+    how = layer.get("biases"), layer.bits, layer.group_size, mode, layer.get("global_scale")
+    return MatrixWeights(layer.weight, layer.scales, *how)
 
 
 def weight_names(count: int, quantised: bool) -> list[str]:

@@ -41,6 +41,7 @@ TYPES = {  # in CUDA, and in the name of a kernel
     mx.int32: ("int32_t", "int32_t"),
     mx.uint32: ("uint32_t", "uint32_t"),
     mx.bool_: ("bool", "bool"),
+    mx.uint8: ("uint8_t", "uint8_t"),
 }
 # In place of MLX's headers, of which our kernels use these declarations alone.
 HEADERS = {
@@ -51,6 +52,7 @@ HEADERS = {
 #include "mlx/backend/cuda/device/config.h"
 typedef int int32_t;
 typedef unsigned uint32_t;
+typedef unsigned char uint8_t;
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif

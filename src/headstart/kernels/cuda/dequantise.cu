@@ -60,34 +60,61 @@ struct Codes {
   }
 };
 
-template <typename T>
-constexpr bool IS_BFLOAT16 = cuda::std::is_same_v<T, __nv_bfloat16>;
-
 // What a product's sums are multiplied by in the end.
-template <typename T, int BITS>
-constexpr float RESTORE = IS_BFLOAT16<T> && BITS < 16 ? 0x1p32f : 1.0f;
+template <typename T, typename F>
+constexpr float RESTORE = !F::QUANTISED        ? 1.0f
+                          : F::MODE == NVFP    ? UNSCALE<T, F>
+                          : !WIDE_EXPONENT<T>  ? 1.0f
+                          : F::MODE == AFFINE  ? 0x1p32f
+                                               : 0x1p60f;
 
-// scale · code + bias, rounded once. In bfloat16 codes are as small as they stand there, scales 2¹⁰¹ times as large and
-// results 2⁻³² times; in float16, which has no such range, codes become whole numbers first.
-template <typename T, int BITS>
+// A weight, rounded once. In bfloat16 codes are as small as they stand there, scales 2¹⁰¹ times as large and results 2⁻³²
+// times (2⁻⁶⁰ of mx…, whose scales may be 2⁶¹); in float16, which has no such range, codes become whole numbers first.
+// Scales of another type than T are multiplied in float32.
+template <typename T, typename F>
 struct Dequantiser {
+  static constexpr int BITS = F::BITS;
+  static constexpr bool WIDE = WIDE_EXPONENT<T>;
+  static constexpr bool IN_FLOATS = F::MODE == AFFINE && !cuda::std::is_same_v<T, typename F::Scale>;
   uint32_t scale, high_scale, bias; // twice each; the second for pairs that stand four bits higher
 
-  // Of two numbers in a word the low ones, or the high ones.
+  // Of what a word holds of scales and biases, the low number, or the high one.
   __device__ __forceinline__ Dequantiser(uint32_t scales, uint32_t biases, bool high) {
-    scale = high ? high_halves(scales, scales) : low_halves(scales, scales);
-    bias = high ? high_halves(biases, biases) : low_halves(biases, biases);
-    if constexpr (IS_BFLOAT16<T>) {
-      high_scale = multiply_pairs<T>(scale, 0x70007000); // 2⁹⁷
-      scale = multiply_pairs<T>(scale, 0x72007200); // 2¹⁰¹
-      bias = multiply_pairs<T>(bias, 0x2F802F80); // 2⁻³²
+    if constexpr (IN_FLOATS) {
+      scale = scales, bias = biases;
+    } else if constexpr (F::MODE == NVFP) {
+      scale = narrow_scales<T>(scales << 24 | scales << 8);
+    } else if constexpr (F::MODE == MXFP && WIDE) {
+      scale = uint32_t(min(int(scales) + (BITS == 4 ? 66 : 60), 254)) * 0x00800080;
+    } else if constexpr (F::MODE == MXFP) {
+      scale = round_pair<T>(power_of_byte(scales << 23), power_of_byte(scales << 23));
+    } else {
+      scale = high ? high_halves(scales, scales) : low_halves(scales, scales);
+      bias = high ? high_halves(biases, biases) : low_halves(biases, biases);
+      if constexpr (WIDE) {
+        high_scale = multiply_pairs<T>(scale, 0x70007000); // 2⁹⁷
+        scale = multiply_pairs<T>(scale, 0x72007200); // 2¹⁰¹
+        bias = multiply_pairs<T>(bias, 0x2F802F80); // 2⁻³²
+      }
     }
   }
 
   __device__ __forceinline__ uint32_t pair(const Codes<BITS>& codes, int half, int p) const {
+    if constexpr (F::MODE != AFFINE) {
+      uint32_t pair = code_pair<T, F, 16>(codes.words, 4 * half + p);
+      if constexpr (F::MODE == MXFP && !WIDE) pair = multiply_pairs<T>(pair, BITS == 4 ? 0x74007400 : 0x5C005C00);
+      return multiply_pairs<T>(pair, scale);
+    }
     const bool high = BITS == 4 && p % 2;
     uint32_t pair = codes.pair(half, p);
-    if constexpr (IS_BFLOAT16<T>) return fma_pairs<T>(pair, high ? high_scale : scale, bias);
+    if constexpr (IN_FLOATS) {
+      const float scale = __int_as_float(this->scale), bias = WIDE ? 0x1p-32f * __int_as_float(this->bias)
+                                                                   : __int_as_float(this->bias);
+      auto weight = [&](uint32_t code) { return fmaf(float(int(code)), WIDE ? 0x1p-32f * scale : scale, bias); };
+      pair = high ? pair >> 4 : pair;
+      return round_pair<T>(weight(pair & 0xFF), weight(pair >> 16 & 0xFF));
+    }
+    if constexpr (WIDE) return fma_pairs<T>(pair, high ? high_scale : scale, bias);
     pair |= 0x64006400; // 1024 +
     pair = high ? fma_pairs<T>(pair, 0x2C002C00, 0xD400D400) : fma_pairs<T>(pair, 0x3C003C00, 0xE400E400);
     return fma_pairs<T>(pair, scale, bias);

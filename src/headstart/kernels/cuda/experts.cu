@@ -31,13 +31,18 @@ __device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs,
   return true;
 }
 
-template <int BITS, int GROUP, typename P>
+template <typename F, typename P>
 __device__ __forceinline__ void move_to_expert(P& part, int K, unsigned expert) {
-  const long long rows = (long long)expert * part.N, codes = rows * (K / 8 * BITS), scales = rows * (K / GROUP);
-  part.w = static_cast<const char*>(part.w) + codes;
-  if (part.up) part.up = static_cast<const char*>(part.up) + codes;
-  if (BITS < 16) part.scales += scales, part.biases += scales;
-  if (BITS < 16 && part.up) part.up_scales += scales, part.up_biases += scales;
+  const long long rows = (long long)expert * part.N, codes = rows * (K / 8 * F::BITS);
+  const long long scales = rows * (K / F::GROUP) * int(sizeof(typename F::Scale));
+  auto move = [](const void*& at, long long bytes) { at = static_cast<const char*>(at) + bytes; };
+  move(part.w, codes);
+  if (part.up) move(part.up, codes);
+  if (F::QUANTISED) move(part.scales, scales);
+  if (F::HAS_BIASES) move(part.biases, scales);
+  if (F::QUANTISED && part.up) move(part.up_scales, scales);
+  if (F::HAS_BIASES && part.up) move(part.up_biases, scales);
+  if (F::WHOLE) part.whole += expert, part.up_whole += part.up ? expert : 0;
 }
 
 // Of E logits the TOP largest, the first of equals first. One warp for a row.

@@ -9,10 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..weights import MatrixWeights, weight_names
+from ..weights import MatrixWeights
 from .compiler import cuda_kernel
 from .device import include
-from .products import RUN, ProductTile, SumOrder, matrices, name_suffix, product_template, shared_bytes
+from .formats import arrays_of
+from .products import PARTS, RUN, ProductTile, SumOrder, matrices, name_suffix, product_template, shared_bytes
 
 
 def launch_experts(
@@ -29,7 +30,7 @@ def launch_experts(
     shared = shared_bytes(weights[0], order, tile, tile.stages(order.chunks(weights[0])), several=False)
     made = weights[:1] if gated else weights
     return experts_kernel(len(weights), gated, order, shared, x.size // x.shape[-1] == pairs)(
-        inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in each.arrays())],
+        inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in arrays_of(each))],
         template=product_template(x.dtype, weights, order, tile, gated),
         grid=(pairs * 32 * order.slices, tiles, 1),
         threadgroup=(32 * order.slices, 1, 1),
@@ -75,7 +76,7 @@ PAIRS = """
   auto outputs = [&](int, int column) { return found[column]; };
   auto choose = [&](int tile) {
     auto part = headstart::tile_of<HEIGHT / 16, WHOLE>(matrices, tile);
-    headstart::move_to_expert<BITS, GROUP>(part, x_shape[x_ndim - 1], expert);
+    headstart::move_to_expert<F>(part, x_shape[x_ndim - 1], expert);
     return part;
   };
 """
@@ -83,14 +84,13 @@ PAIRS = """
 
 @cache
 def experts_kernel(count: int, gated: bool, order: SumOrder, shared: int, own_inputs: bool) -> Any:
-    quantised = order.bits < 16
     share = f"  const int share = {'1' if own_inputs else 'top'};\n"
     return cuda_kernel(
         name=f"experts_{'gated' if gated else count}_{'each' if own_inputs else 'shared'}{name_suffix(shared)}",
-        input_names=["x", "indices", *weight_names(count, quantised)],
+        input_names=["x", "indices", *(name for i in range(count) for name in order.format.names(i).values())],
         output_names=[f"out{i}" for i in range(1 if gated else count)],
-        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
-        source=matrices(count, gated, quantised, axis=1) + PAIRS + share + RUN,
+        header=include(*PARTS, "experts"),
+        source=matrices(count, gated, order.format, axis=1) + PAIRS + share + RUN,
         shared_memory=shared,
     )
 
@@ -101,7 +101,7 @@ def _route(normed: bool) -> Any:
         name=f"route{'_normed' * normed}",
         input_names=["logits"],
         output_names=["indices", "scores"],
-        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
+        header=include(*PARTS, "experts"),
         source=f"""
             const int row = blockIdx.x;
             headstart::choose<T, E, TOP>(logits + row * E, indices + row * TOP);
@@ -118,7 +118,7 @@ def _combine() -> Any:
         name="combine_experts",
         input_names=["parts", "scores", "shared", "gate"],
         output_names=["out"],
-        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
+        header=include(*PARTS, "experts"),
         source="""
             const int top = scores_shape[scores_ndim - 1], N = shared_shape[shared_ndim - 1];
             const int rows = shared_shape[0] * (shared_ndim > 2 ? shared_shape[1] : 1);

@@ -5,6 +5,7 @@ numbers for which they do not: which these are is tried for every shape of a mat
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import mlx.nn as nn
 from ..weights import NVFP4_MOST, MatrixWeights, matrix_weights
 from .compiler import cuda_kernel
 from .device import include
+from .formats import Format, format_refusal
 
 HEIGHTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # numbers of rows that are tried
 THREADS = 256
@@ -79,12 +81,12 @@ def full_matrix(weights: MatrixWeights, dtype: mx.Dtype) -> mx.array:
     """Return a matrix [N, K] as it is multiplied, in `dtype`."""
     if weights.scales is None:
         return weights.weight.astype(dtype)
-    scales, biases, eights = weights.scales, weights.biases, weights.outputs * weights.inputs // 8
-    if weights.mode != "affine" or scales.dtype != dtype or biases is None:
+    format, eights = replace(Format.of(weights), has_whole=False), weights.outputs * weights.inputs // 8
+    if format_refusal(dtype, weights):
         how: Any = {"group_size": weights.group, "bits": weights.bits, "mode": weights.mode}
-        return mx.dequantize(weights.weight, scales, biases, **how).astype(dtype)
-    made: mx.array = _dequantise(weights.bits, weights.group)(
-        inputs=[weights.weight, scales, biases],
+        return mx.dequantize(weights.weight, weights.scales, weights.biases, **how).astype(dtype)
+    made: mx.array = _dequantise(format)(
+        inputs=weights.arrays(),
         template=[("T", dtype)],
         grid=(-(-eights // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -95,16 +97,17 @@ def full_matrix(weights: MatrixWeights, dtype: mx.Dtype) -> mx.array:
 
 
 @cache
-def _dequantise(bits: int, group: int) -> Any:
+def _dequantise(format: Format) -> Any:
+    names = list(format.names(0).values())
     return cuda_kernel(
-        name=f"full_matrix_{bits}_{group}",
-        input_names=["codes", "scales", "biases"],
+        name=f"full_matrix_{format.mode}_{format.bits}_{format.group}",
+        input_names=names,
         output_names=["out"],
-        header=include("full_matrix"),
+        header=include("tensor_core", "codes", "full_matrix"),
         source=f"""
             const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-            if (i < (long long)scales_shape[0] * scales_shape[1] * {group} / 8)
-              headstart::dequantise_eight<{bits}, {group}>(
-                  reinterpret_cast<const unsigned char*>(codes), scales, biases, out, i);
+            if (i < (long long)s0_shape[0] * s0_shape[1] * {format.group} / 8)
+              headstart::dequantise_eight<{format.text()}>(
+                  reinterpret_cast<const unsigned char*>(w0), s0, {names[2] if format.has_biases else "nullptr"}, out, i);
         """,
     )

@@ -25,8 +25,8 @@ static_assert(WARP_ROOM % 512 == 0);
 
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int AHEAD,
-    bool WHOLE, bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
+    typename T, typename F, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int AHEAD, bool WHOLE,
+    bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
     unsigned char* room, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
@@ -36,15 +36,15 @@ __device__ __forceinline__ void multiply_rows(
   auto choose = [&](int tile) { return tile_of<TALL, WHOLE>(matrices, tile); };
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, AHEAD, false, WHOLE, STREAMS>(
+  product<T, F, CHUNK, SLICES, TALL, WIDE, STAGES, AHEAD, false, WHOLE, STREAMS>(
       team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. Expert E is `shared_expert`. OWN: a block
 // computes the same columns of all pairs, and so has itself what is to be added up there.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, int AHEAD, bool WHOLE,
-    bool STREAMS, unsigned E, bool OWN, typename X, typename M>
+    typename T, typename F, int CHUNK, int SLICES, int K, int TALL, int STAGES, int AHEAD, bool WHOLE, bool STREAMS,
+    unsigned E, bool OWN, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
     unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared_expert) {
   const Team team = OWN ? Team::of_block(32 * SLICES) : Team::part(32 * SLICES);
@@ -54,12 +54,12 @@ __device__ __forceinline__ void multiply_experts(
       const unsigned expert = choice.of[OWN ? tile : tile / each];
       Part<M> part = {
           expert == E ? shared_expert : matrix, first_row<TALL, WHOLE>(matrix, OWN ? place : tile % each)};
-      move_to_expert<BITS, GROUP>(part, K, expert == E ? 0 : expert);
+      move_to_expert<F>(part, K, expert == E ? 0 : expert);
       return part;
     };
     auto outputs = [&](int tile, int column) { return choice.columns[OWN ? tile : tile / each][column]; };
     team.sync();
-    product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, AHEAD, true, WHOLE, STREAMS>(
+    product<T, F, CHUNK, SLICES, TALL, 1, STAGES, AHEAD, true, WHOLE, STREAMS>(
         team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, OWN ? choice.groups : choice.groups * each, share,
         choose, outputs, [] {});
   }

@@ -16,12 +16,13 @@ from ..weights import MatrixWeights
 from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
+from .formats import Format, arrays_of
 from .gated_delta import draft_lines
 from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, NormWeights
 from .norm import norm_threads
 from .packing import PackedWeights
 from .persistent import SHARED_BYTES, STATUS
-from .products import ProductTile, SumOrder, has_whole_tiles, shared_bytes, tiles_ahead
+from .products import PARTS, ProductTile, SumOrder, has_whole_tiles, matrix_fields, shared_bytes, tiles_ahead
 
 MOST_ROWS = 16
 MOST_PAIRS = 144  # of rows and their experts, as in layer.cu
@@ -103,7 +104,7 @@ class _Text:
 
     def read_by(self, name: str, readers: list[MatrixWeights]) -> str:
         """Return a place as those matrices read it, and what computes it writes it."""
-        fits = self.dtype == mx.bfloat16 and all(each.bits == 4 for each in readers)
+        fits = self.dtype == mx.bfloat16 and all((each.mode, each.bits) == ("affine", 4) for each in readers)
         return f"headstart::ready({name})" if fits else name
 
     def multiply(self, x: str, all_of_them: list[tuple[MatrixWeights, str]], ready: str = "") -> None:
@@ -156,7 +157,7 @@ class _Text:
         if self.slices != order.slices:
             self.lines.append("__syncthreads();")  # no team works in the shared memory of another
         self.slices = order.slices
-        shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
+        shape = f"{order.format.text()}, {order.chunk}, {order.slices}, {weights.inputs}"
         flags = f"{has_whole_tiles(all_of_them, tile, gated)}, {self.streams}".lower()
         ahead = tiles_ahead(weights, order, stages)
         return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {ahead}, {flags}"
@@ -165,17 +166,16 @@ class _Text:
         self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None, residual: str = "nullptr"
     ) -> str:
         """Return the text of a matrix whose product, added to a `residual`, goes `to` a place."""
-        gate = self._arrays(up) if up is not None else "nullptr, nullptr, nullptr"
+        gate = self._arrays(up) if up is not None else None
         kind = "T, headstart::Ready<T>" if to.startswith("headstart::ready") else "T"
-        return f"headstart::Matrix<{kind}>{{{self._arrays(weights)}, {weights.outputs}, {to}, {gate}, {residual}}}"
+        fields = matrix_fields(self._arrays(weights), str(weights.outputs), to, gate, residual)
+        return f"headstart::Matrix<{kind}>{fields}"
 
-    def _arrays(self, weights: MatrixWeights) -> str:
-        """Return the names of its weights, scales and biases, which become inputs."""
-        number = len(self.inputs)
-        arrays = zip("wsb", (weights.weight, weights.scales, weights.biases), strict=True)
-        names = {f"{letter}{number}": array for letter, array in arrays if array is not None}
-        self.inputs |= names
-        return ", ".join([*names, "nullptr", "nullptr"][:3])
+    def _arrays(self, weights: MatrixWeights) -> dict[str, str]:
+        """Return the names of its arrays, which become inputs."""
+        names = Format.of(weights).names(len(self.inputs))
+        self.inputs |= dict(zip(names.values(), arrays_of(weights), strict=True))
+        return names
 
     def prefetch_norm(self, weight: str) -> None:
         self.lines.append(f"headstart::prefetch_norm({weight}, {self.size});")
@@ -219,8 +219,7 @@ T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * rows * D :
 
 @cache
 def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
-    products = ("tensor_core", "team", "operand", "matrix", "products", "experts")
-    names = (*products, "norm", "gated_delta", "attention", "layer")
+    names = (*PARTS, "experts", "norm", "gated_delta", "attention", "layer")
     return cuda_kernel(
         name="decoder_layer",
         input_names=list(inputs),

@@ -6,13 +6,12 @@ namespace headstart {
 // silu(gate) · up: such a tile has sixteen rows of each. With `residual` the product is added to that.
 template <typename T, typename Y = T>
 struct Matrix {
-  const void* w;
-  const T *scales, *biases;
+  const void *w, *scales, *biases;
   int N;
   Y* y;
-  const void* up = nullptr;
-  const T *up_scales = nullptr, *up_biases = nullptr;
+  const void *up = nullptr, *up_scales = nullptr, *up_biases = nullptr;
   const T* residual = nullptr;
+  const float *whole = nullptr, *up_whole = nullptr; // a scale for all of its numbers
 };
 
 // What a tile is of: a matrix, of which it takes the rows from `first` on; of a gate's, 16 · TALL / 2.

@@ -28,22 +28,26 @@ __device__ __forceinline__ float wide_swiglu(float gate, float up) {
 }
 
 // An expert's weights [N, K] and where they lie; with `up` it is a gate, and its product silu(gate) · up.
-template <typename T>
+template <typename Scale>
 struct Expert {
   const unsigned char *codes, *up_codes;
-  const T *scales, *biases, *up_scales, *up_biases;
+  const Scale *scales, *biases, *up_scales, *up_biases;
   int N, K;
+  float whole, up_whole; // of nvfp4 what all of its numbers are multiplied by
 };
 
-// BITS, GROUP: of the weights. PIECE: bytes of scales that are copied at a time. SPAN: positions that are, a chunk or
+// F: of the weights. PIECE: bytes of scales that are copied at a time. SPAN: positions that are, a chunk or
 // two. GATED: the weights are a gate and `up`. ARRANGED: the bits of the weights whose input the product is, or 0.
 // WARPGROUPS: by products of warpgroup.cu.
 template <
-    typename T_, int BITS_, int GROUP_, int PIECE_, int SPAN_, int WARPS_, int TOKENS_, int STAGES_, bool GATED_,
-    int ARRANGED_, bool WARPGROUPS_>
+    typename T_, typename F_, int PIECE_, int SPAN_, int WARPS_, int TOKENS_, int STAGES_, bool GATED_, int ARRANGED_,
+    bool WARPGROUPS_>
 struct PromptShape {
   using T = T_;
-  static constexpr int BITS = BITS_, GROUP = GROUP_, PIECE = PIECE_, SPAN = SPAN_, CHUNKS = SPAN / 64;
+  using F = F_;
+  using Scale = typename F::Scale;
+  static constexpr int BITS = F::BITS, GROUP = F::GROUP, PIECE = PIECE_, SPAN = SPAN_, CHUNKS = SPAN / 64;
+  static constexpr int SIZE = sizeof(Scale), BOTH = F::HAS_BIASES ? 2 : 1; // of a scale; scales, and biases
   static constexpr int WARPS = WARPS_, TOKENS = TOKENS_, STAGES = STAGES_;
   static constexpr bool GATED = GATED_, WARPGROUPS = WARPGROUPS_;
   static constexpr int THREADS = 32 * WARPS, OUTPUTS = GATED ? 16 : 32, STRIDE = WARPS * OUTPUTS; // of a warp, a block
@@ -51,7 +55,7 @@ struct PromptShape {
   static constexpr int PANEL = TOKENS * 128, INPUTS = CHUNKS * PANEL; // bytes of a chunk, of a stage
   static constexpr int WEIGHTS = WARPS * 32 * CHUNKS * ROW;
   static constexpr int AHEAD = STAGES - (WARPGROUPS ? 2 : 1); // spans under way while one is multiplied
-  static constexpr int EACH = BITS < 16 ? PIECE / 2 * GROUP / SPAN : 1; // spans that a piece of scales is for
+  static constexpr int EACH = BITS < 16 ? PIECE / SIZE * GROUP / SPAN : 1; // spans that a piece of scales is for
   static constexpr int SCALES = BITS < 16 ? 32 * PIECE : 0; // bytes of a warp's pieces of scales, and of biases
   static constexpr int PIECES = BITS < 16 ? 1 + (STAGES - 2 + EACH) / EACH : 0; // under way and in use
   static_assert(WARPS % 4 == 0 && AHEAD > 0 && EACH > 0);
@@ -67,8 +71,8 @@ struct PromptShape {
 // What a warp multiplies of a span: fragments of its 32 rows of weights.
 template <typename S>
 struct WarpWeights {
-  static constexpr int BITS = S::BITS, READS = S::GROUP < 64 ? S::CHUNKS : 1; // of scales
-  static constexpr bool PAIRS = S::GROUP == 64 && S::CHUNKS == 2; // of scales in one read
+  static constexpr int BITS = S::BITS, READS = S::GROUP < 64 || (S::GROUP == 64 && S::SIZE != 2) ? S::CHUNKS : 1; // of scales
+  static constexpr bool PAIRS = S::GROUP == 64 && S::CHUNKS == 2 && S::SIZE == 2; // of scales in one read
   Codes<BITS < 16 ? BITS : 4> codes[S::CHUNKS][4]; // of rows 8r + lane / 4
   uint32_t scales[READS][4], biases[READS][4];
   const unsigned char* weights;
@@ -77,7 +81,7 @@ struct WarpWeights {
     weights = span_weights;
     if constexpr (BITS < 16) {
       const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-      piece += 2 * (number / S::EACH % S::PIECES) * S::SCALES + number % S::EACH * (2 * S::SPAN / S::GROUP);
+      piece += S::BOTH * (number / S::EACH % S::PIECES) * S::SCALES + number % S::EACH * (S::SIZE * S::SPAN / S::GROUP);
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int row = 8 * r + group;
@@ -85,16 +89,20 @@ struct WarpWeights {
         for (int c = 0; c < S::CHUNKS; c++) codes[c][r].read(weights + (32 * c + row) * S::ROW + quarter * 2 * BITS);
 #pragma unroll
         for (int c = 0; c < READS; c++) {
-          const unsigned char* at = piece + row * S::PIECE + (64 * c + 16 * quarter) / S::GROUP * 2;
-          scales[c][r] = read_number<PAIRS>(at), biases[c][r] = read_number<PAIRS>(at + S::SCALES);
+          const unsigned char* at = piece + row * S::PIECE + (64 * c + 16 * quarter) / S::GROUP * S::SIZE;
+          scales[c][r] = read_number(at);
+          if (S::F::HAS_BIASES) biases[c][r] = read_number(at + S::SCALES);
         }
       }
     }
   }
 
-  template <bool PAIR>
+  // As a `Dequantiser` takes it: as it stands there, or in float32.
   __device__ __forceinline__ static uint32_t read_number(const unsigned char* at) {
-    if constexpr (PAIR) return *reinterpret_cast<const uint32_t*>(at);
+    if constexpr (PAIRS) return *reinterpret_cast<const uint32_t*>(at);
+    if constexpr (Dequantiser<typename S::T, typename S::F>::IN_FLOATS)
+      return __float_as_int(float(*reinterpret_cast<const typename S::Scale*>(at)));
+    if constexpr (S::SIZE == 1) return *at;
     return *reinterpret_cast<const unsigned short*>(at);
   }
 
@@ -104,7 +112,7 @@ struct WarpWeights {
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int c = READS > 1 ? chunk : 0;
-        const Dequantiser<typename S::T, BITS> dequantiser(scales[c][r], biases[c][r], PAIRS && chunk);
+        const Dequantiser<typename S::T, typename S::F> dequantiser(scales[c][r], biases[c][r], PAIRS && chunk);
 #pragma unroll
         for (int p = 0; p < 4; p++)
           made[p / 2 * 2 + r / 2][p % 2 * 2 + r % 2] = dequantiser.pair(codes[chunk][r], half, p);
@@ -125,10 +133,10 @@ struct WarpWeights {
 template <typename S>
 struct WeightReader {
   const unsigned char* from[S::COPIES]; // a lane copies the same pieces of every span,
-  const typename S::T *scales_from, *biases_from; // and the scales of a row
+  const typename S::Scale *scales_from, *biases_from; // and the scales of a row
   int first, column = 0, number = 0; // of the warp's outputs; of a span in its rows, and of all
 
-  __device__ __forceinline__ WeightReader(const Expert<typename S::T>& expert, int first) : first(first) {
+  __device__ __forceinline__ WeightReader(const Expert<typename S::Scale>& expert, int first) : first(first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_bytes = expert.K / 8 * S::BITS;
     first -= warp % 4 * S::OUTPUTS;
 #pragma unroll
@@ -140,11 +148,11 @@ struct WeightReader {
     const bool of_up = S::GATED && lane >= 16;
     const long long at = (long long)(first + S::output_of(warp, lane)) * (expert.K / S::GROUP);
     scales_from = S::BITS < 16 ? (of_up ? expert.up_scales : expert.scales) + at : nullptr;
-    biases_from = S::BITS < 16 ? (of_up ? expert.up_biases : expert.biases) + at : nullptr;
+    biases_from = S::F::HAS_BIASES ? (of_up ? expert.up_biases : expert.biases) + at : nullptr;
   }
 
   __device__ __forceinline__ void fetch(
-      const Expert<typename S::T>& expert, unsigned char* weights, unsigned char* scales) {
+      const Expert<typename S::Scale>& expert, unsigned char* weights, unsigned char* scales) {
     const int lane = threadIdx.x % 32;
     if (first < expert.N) {
 #pragma unroll
@@ -155,10 +163,10 @@ struct WeightReader {
         from[i] += S::CHUNKS * S::ROW;
       }
       if (S::BITS < 16 && number % S::EACH == 0) {
-        unsigned char* to = scales + 2 * (number / S::EACH % S::PIECES) * S::SCALES + lane * S::PIECE;
+        unsigned char* to = scales + S::BOTH * (number / S::EACH % S::PIECES) * S::SCALES + lane * S::PIECE;
         copy_piece<S::PIECE>(to, scales_from);
-        copy_piece<S::PIECE>(to + S::SCALES, biases_from);
-        scales_from += S::PIECE / 2, biases_from += S::PIECE / 2;
+        if (S::F::HAS_BIASES) copy_piece<S::PIECE>(to + S::SCALES, biases_from);
+        scales_from += S::PIECE / S::SIZE, biases_from += S::PIECE / S::SIZE;
       }
     }
     number++;
@@ -250,7 +258,11 @@ struct InputReader {
 // What is summed up, to outputs from `first` on of the rows target(0), target(1), ... of y.
 template <typename S, int FRAGMENTS, typename T, typename Target>
 __device__ __forceinline__ void leave_tile(
-    const float (&total)[2][FRAGMENTS][4], T* y, int N, int first, int count, Target target) {
+    const float (&total)[2][FRAGMENTS][4], T* y, const Expert<typename S::Scale>& expert, int first, int count,
+    Target target) {
+  constexpr float RESTORED = RESTORE<T, typename S::F>;
+  const float whole = S::F::WHOLE ? RESTORED * expert.whole : RESTORED;
+  const float up_whole = S::F::WHOLE ? RESTORED * expert.up_whole : RESTORED;
   const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
@@ -261,14 +273,14 @@ __device__ __forceinline__ void leave_tile(
       float two[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float sum = total[S::GATED ? 0 : i / 2][f][i % 2 * 2 + e] * RESTORE<T, S::BITS>;
-        two[e] = S::GATED ? wide_swiglu(sum, total[1][f][i % 2 * 2 + e] * RESTORE<T, S::BITS>) : sum;
+        const float sum = total[S::GATED ? 0 : i / 2][f][i % 2 * 2 + e] * whole;
+        two[e] = S::GATED ? wide_swiglu(sum, total[1][f][i % 2 * 2 + e] * up_whole) : sum;
       }
       made.at[i] = transpose_matrix(round_pair<T>(two[0], two[1]));
     }
     const int row = 8 * f + group;
     if (row < count)
-      *reinterpret_cast<Words<COUNT>*>(y + (long long)target(row) * N + first + 2 * COUNT * quarter) = made;
+      *reinterpret_cast<Words<COUNT>*>(y + (long long)target(row) * expert.N + first + 2 * COUNT * quarter) = made;
   }
 }
 
@@ -276,14 +288,14 @@ __device__ __forceinline__ void leave_tile(
 // times `rounds` from `first` on.
 template <typename S, int FRAGMENTS, typename T, typename Source, typename Target>
 __device__ __forceinline__ void prompt_tile(
-    unsigned char* shared, const T* x, const Expert<T>& expert, T* y, int first, int rounds, int count, Source source,
+    unsigned char* shared, const T* x, const Expert<typename S::Scale>& expert, T* y, int first, int rounds, int count, Source source,
     Target target) {
   constexpr int STAGES = S::STAGES, AHEAD = S::AHEAD;
   const int warp = threadIdx.x / 32, K = expert.K, spans = K / S::SPAN;
   const int all = min(rounds, (expert.N - first + S::STRIDE - 1) / S::STRIDE) * spans;
   unsigned char* inputs = shared;
   unsigned char* weights = shared + STAGES * S::INPUTS + warp * 32 * S::CHUNKS * S::ROW;
-  unsigned char* scales = shared + STAGES * (S::INPUTS + S::WEIGHTS) + warp * 2 * S::PIECES * S::SCALES;
+  unsigned char* scales = shared + STAGES * (S::INPUTS + S::WEIGHTS) + warp * S::BOTH * S::PIECES * S::SCALES;
   first += warp * S::OUTPUTS;
 
   // All weights of the first spans are under way before it is known which rows of x these are.
@@ -320,7 +332,7 @@ __device__ __forceinline__ void prompt_tile(
     }
     if constexpr (S::WARPGROUPS) wait_for_products<0>();
     hold(total[0]), hold(total[1]);
-    if (first < expert.N) leave_tile<S>(total, y, expert.N, first, count, target);
+    if (first < expert.N) leave_tile<S>(total, y, expert, first, count, target);
     first += S::STRIDE;
   }
 }

@@ -12,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from ..weights import MatrixWeights, weight_names
+from ..weights import MatrixWeights
 from .compiler import cuda_kernel
 from .device import include, launch_bounds
+from .formats import Format, arrays_of, format_refusal
 from .products import name_suffix
 from .prompt_attention import multiplies_in_warpgroups
 
@@ -37,17 +38,13 @@ class PromptTile:
 
 def prompt_experts_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
     """Return why `prompt_experts` does not take these weights [E, N, K]; None where it does."""
-    if dtype not in (mx.bfloat16, mx.float16):
-        return f"activations are {str(dtype).removeprefix('mlx.core.')}"
+    if refusal := format_refusal(dtype, weights):
+        return refusal
     if weights.weight.shape[0] > SORTERS:
         return f"more than {SORTERS} experts"
     if weights.inputs % CHUNK or weights.outputs % 32:
         return f"{weights.inputs} → {weights.outputs}: no multiples of {CHUNK} and 32"
-    if weights.scales is None:
-        return None if weights.weight.dtype == dtype else "weights are of another type than activations"
-    if weights.mode != "affine" or weights.scales.dtype != dtype:
-        return "quantised in another way than affine"
-    return None if weights.group in (32, 64, 128) else f"groups of {weights.group}"
+    return None
 
 
 def prompt_experts(
@@ -64,7 +61,7 @@ def prompt_experts(
     rows, pairs = x.reshape(-1, x.shape[-1]), indices.reshape(-1, top).astype(mx.uint32)
     tile = choose_tile(gate.bits)  # with as many tokens for any number of bits
     order, tiles, arranged = launch_sort(rows, pairs, gate, tile)
-    alike = (gate.bits, gate.group) == (up.bits, up.group)
+    alike = Format.of(gate) == Format.of(up)
     if activation is None and alike:
         hidden = launch_prompt_product(arranged, order, tiles, [gate, up], tile, share=top, arranged=down.bits)
     else:  # of elements alone, whose order does not matter
@@ -123,22 +120,25 @@ def launch_prompt_product(
             already, and the products are left as the pairs were.
         arranged: The bits of the weights that the products are input to, or 0.
     """
-    first, gated = weights[0], len(weights) == 2
-    bits, groups, rows = first.bits, first.inputs // first.group, 32 * tile.warps
+    first, gated, format = weights[0], len(weights) == 2, Format.of(weights[0])
+    bits, rows = first.bits, 32 * tile.warps
     span = tile.span if first.inputs % tile.span == 0 else CHUNK
-    piece = next((size for size in (16, 8, 4, 2) if 2 * groups % size == 0), 0) if bits < 16 else 0
-    if piece * first.group // 2 < span:
-        span = CHUNK
-    pieces = 1 + -(-(tile.stages - 1) * span * 2 // (piece * first.group)) if bits < 16 else 0
-    shared = tile.stages * span * (tile.tokens * 2 + rows * bits // 8) + pieces * rows * 2 * piece
+    piece, pieces = 0, 0
+    if format.scale is not None:
+        size = format.scale.size
+        row_bytes = first.inputs // first.group * size
+        piece = next(each for each in (16, 8, 4, 2) if row_bytes % each == 0)
+        covers = piece // size * first.group  # positions that a piece of scales is for
+        span = span if covers >= span else CHUNK
+        pieces = 1 + -(-(tile.stages - 1) * span // covers)
+    scales = pieces * rows * piece * (1 + format.has_biases)
+    shared = tile.stages * span * (tile.tokens * 2 + rows * bits // 8) + scales
     outputs = -(-first.outputs // (rows // 2 if gated else rows))
     rounds = max(1, tile.depth // first.inputs)
-    made: mx.array = _product(gated, bits < 16, share > 0, tile, shared)(
-        inputs=[x, order, tiles, *(array for each in weights for array in each.arrays())],
+    made: mx.array = _product(gated, format, share > 0, tile, shared)(
+        inputs=[x, order, tiles, *(array for each in weights for array in arrays_of(each))],
         template=[
             ("T", x.dtype),
-            ("BITS", bits),
-            ("GROUP", first.group),
             ("PIECE", piece),
             ("SPAN", span),
             ("TOKENS", tile.tokens),
@@ -179,31 +179,38 @@ ARRANGE = """
 
 
 @cache
-def _product(gated: bool, quantised: bool, gathers: bool, tile: PromptTile, shared: int) -> Any:
-    names = weight_names(1 + gated, quantised)
-    codes = [f"reinterpret_cast<const unsigned char*>(w{i}) + at * (K / 8 * BITS)" for i in range(1 + gated)]
-    scales = [
-        f"{letter}{i} + at * (K / GROUP)" if quantised else "nullptr" for i in range(1 + gated) for letter in "sb"
+def _product(gated: bool, format: Format, gathers: bool, tile: PromptTile, shared: int) -> Any:
+    names = [format.names(i) for i in range(1 + gated)]
+    both: list[dict[str, str]] = [*names, {}][:2]  # the second is `up`, if there is one
+
+    def begin(letter: str, each: dict[str, str], step: str) -> str:
+        return f"{each[letter]} + {step}" if letter in each else "nullptr"
+
+    codes = [
+        f"reinterpret_cast<const unsigned char*>({each['w']}) + at * (K / 8 * F::BITS)" if each else "nullptr"
+        for each in both
     ]
-    none = ["nullptr"] * (1 - gated)
-    expert = [*codes, *none, *scales, *none, *none, "N", "K"]
+    scales = [begin(letter, each, "at * (K / F::GROUP)") for each in both for letter in "sb"]
+    whole = [f"{each['g']}[expert_of] / headstart::WHOLE_MOST" if "g" in each else "1.0f" for each in both]
+    expert = [*codes, *scales, "N", "K", *whole]
     return cuda_kernel(
         name=f"prompt_experts_{'gated_' * gated}{'gathered' if gathers else 'sorted'}_{tile.warps}_{tile.blocks}"
         + "_warpgroups" * tile.warpgroups
         + name_suffix(shared),
-        input_names=["x", "order", "tiles", *names],
+        input_names=["x", "order", "tiles", *(name for each in names for name in each.values())],
         output_names=["out"],
-        header=include("tensor_core", "warpgroup", "dequantise", "prompt_experts")
+        header=include("tensor_core", "warpgroup", "codes", "dequantise", "prompt_experts")
         + launch_bounds(32 * tile.warps, tile.blocks),
         source=f"""
             extern __shared__ __align__(1024) unsigned char dynamic_shared[];
             const int begin = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
             if (count == 0) return;
-            const int N = w0_shape[1], K = x_shape[1];
-            const long long at = (long long)tiles[3 * blockIdx.y] * N;
-            const headstart::Expert<T> expert = {{{", ".join(expert)}}};
+            using F = {format.text()};
+            const int N = w0_shape[1], K = x_shape[1], expert_of = tiles[3 * blockIdx.y];
+            const long long at = (long long)expert_of * N;
+            const headstart::Expert<F::Scale> expert = {{{", ".join(expert)}}};
             using Shape = headstart::PromptShape<
-                T, BITS, GROUP, PIECE, SPAN, {tile.warps}, TOKENS, STAGES, {str(gated).lower()}, ARRANGED,
+                T, F, PIECE, SPAN, {tile.warps}, TOKENS, STAGES, {str(gated).lower()}, ARRANGED,
                 {str(tile.warpgroups).lower()}>;
             auto pair = [&](int row) {{ return order[begin + row]; }};
             auto sorted = [&](int row) {{ return begin + row; }};

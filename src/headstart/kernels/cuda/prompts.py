@@ -56,7 +56,7 @@ def _takes_experts(module: nn.Module, dtype: mx.Dtype) -> bool:
     if not isinstance(module, SwitchGLU) or has_adapters(*module.children().values()):
         return False
     layers = module.gate_proj, module.up_proj, module.down_proj
-    plain = not any("bias" in layer or "global_scale" in layer for layer in layers)
+    plain = not any("bias" in layer for layer in layers)
     return plain and not any(prompt_experts_refusal(dtype, matrix_weights(layer)) for layer in layers)
 
 

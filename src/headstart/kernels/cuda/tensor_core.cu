@@ -26,6 +26,8 @@ __device__ __forceinline__ uint32_t offset_address(const void* pointer, int offs
   return shared_address(pointer) ^ offset;
 }
 
+__device__ __forceinline__ uint32_t address_of(const void* pointer, int offset) { return shared_address(pointer) + offset; }
+
 // Into shared memory, without waiting. What is not `there` is not read, and zero. What it STREAMS is the first to leave
 // the L2 cache, where the code of kernels has to stay.
 template <bool STREAMS = false>
