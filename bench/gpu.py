@@ -14,6 +14,7 @@
         sampled    a step by how it samples beside a greedy one, of one row and of 16
         reduced    drafts from a head of 32,768 tokens beside those of the whole one
         kernels    our kernels beside MLX's operations, as in `headstart report`
+        modes      nvfp4, mxfp4, mxfp8, 3 and 6 bits and a mixture beside affine 4 bits (gpu_modes.py)
     python bench/gpu.py rows [MODEL]           the built-in model: tokens/s of 1, 4 and 16 rows, k = 0 beside auto
 
 Weights are drawn on the card, so nothing is downloaded. What is compared takes turns; the first turn warms up, of the
@@ -33,6 +34,7 @@ from statistics import median
 import mlx.core as mx
 import mlx.nn as nn
 from gpu_batches import batches
+from gpu_modes import modes
 from gpu_prompts import beside, cuts, read_history, read_prompts, start
 from harness import line, medians, note, ratio, table, turns
 from imposed_acceptance import Recording, decode_imposed, record
@@ -267,6 +269,10 @@ def rows(name: str | None) -> None:
         note(f"aggregate {count}", [zero, auto])
 
 
+def one_step(model: Model, k: int) -> float:
+    return step_seconds(model, prompts(1, vocabulary=model.vocabulary), k)
+
+
 def shape(name: str, parts: Sequence[str]) -> None:
     model, theirs = random_model(SHAPES[name])
     print(f"{name}: {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
@@ -285,6 +291,7 @@ def shape(name: str, parts: Sequence[str]) -> None:
         "sampled": lambda: sampled(name, model),
         "reduced": lambda: reduced(name, model),
         "kernels": lambda: kernels(name, model),
+        "modes": lambda: modes(name, model, prompts(1, vocabulary=model.vocabulary), one_step),
     }
     if "start" not in parts:
         Engine(model).warm_up()  # kernels are compiled side by side, where first steps would take one after another

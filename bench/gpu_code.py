@@ -44,8 +44,10 @@ def simulate_card(folder: Path) -> dict[str, str]:
 
     mx.fast.cuda_kernel = cuda_kernel
     from headstart.kernels.cuda import compiler, full_matrix  # which take the functions above
+    from headstart.models import reading
 
     full_matrix.heights_of = lambda *shape: full_matrix.HEIGHTS  # which are tried on a card
+    reading._problem = lambda *models: None
 
     def compile_here(path: Path, name: str, text: str) -> None:
         found[path.stem] = text

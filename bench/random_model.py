@@ -85,7 +85,7 @@ class Mode:
         nn.quantize(part, self.group, self.bits, mode=self.name, class_predicate=chosen)
 
 
-def random_model(shape: dict[str, Any], mode: Mode = Mode()) -> tuple[Model, nn.Module]:  # noqa: B008, it is frozen
+def random_model(shape: dict[str, Any], mode: Mode = Mode()) -> tuple[Model, nn.Module]:
     """The model, and mlx-lm's own over the same weights with its own norms."""
     built = models.build(shape)
     for part in (built.lm, built.weights.mtp):

@@ -8,9 +8,10 @@ from threading import Thread
 
 import cuda_on_cpu
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from checkpoints import write
+from checkpoints import requantize, write
 from headstart.checkpoint import load_model
 from headstart.kernels.cuda import decoder_layer, persistent
 from headstart.kernels.cuda import layer as cuda_layer
@@ -33,16 +34,36 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
+MIXED = {
+    "o_proj": ("nvfp4", 4, 16),
+    "out_proj": ("mxfp4", 4, 32),
+    "down_proj": ("mxfp8", 8, 32),
+    "q_proj": ("affine", 8, 32),
+}
+
+
 @cache
-def model(family: str, bits: int | None, **changed: int) -> Model:
-    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits."""
+def model(family: str, bits: int | str | None, **changed: int) -> Model:
+    """One GatedDeltaNet layer and one of attention, in bfloat16, 4 bits, another mode, or several of them."""
     with TemporaryDirectory() as folder:
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "linear_value_head_dim": 32}
         sizes |= {"linear_key_head_dim": 32, "head_dim": 64, "hidden_size": 64}
         sizes |= changed
         layout = "raw" if bits is None else "converted"
-        write(Path(folder), family, layout, bits=bits, **sizes)
-        return load_model(folder, dtype=mx.bfloat16, backend=CudaBackend())
+        write(Path(folder), family, layout, bits=bits if isinstance(bits, int) else None, **sizes)
+        if bits in ("nvfp4", "mxfp4", "mxfp8"):
+            requantize(Path(folder), str(bits))
+        made = load_model(folder, dtype=mx.bfloat16, backend=CudaBackend())
+        if bits == "mixed":
+            nn.quantize(made.lm, 64, 6, class_predicate=mixed)
+        return made
+
+
+def mixed(path: str, layer: nn.Module) -> bool | dict[str, int | str]:
+    if not hasattr(layer, "to_quantized"):
+        return False
+    mode, bits, group = MIXED.get(path.rsplit(".", 1)[-1], ("affine", 6, 64))
+    return {"mode": mode, "bits": bits, "group_size": group}
 
 
 def rounds(
@@ -74,6 +95,11 @@ def rounds(
     [
         pytest.param("dense", 4, 1, [2, 2, 1], {}, marks=pytest.mark.slow),
         ("moe", 4, 2, [2, 2], {}),
+        pytest.param("moe", "nvfp4", 2, [2, 2], {}, marks=pytest.mark.slow),
+        pytest.param("moe", "mxfp8", 2, [2, 2], {}, marks=pytest.mark.slow),
+        pytest.param("dense", "mxfp4", 2, [2, 2], {}, marks=pytest.mark.slow),
+        pytest.param("dense", "mixed", 2, [2, 2], {}, marks=pytest.mark.slow),
+        pytest.param("moe", "mixed", 2, [2, 2], {}, marks=pytest.mark.slow),
         pytest.param("dense", 4, 2, [2, 1, 3, 2], {}, marks=pytest.mark.slow),
         pytest.param("dense", None, 4, [2, 3, 1], {}, marks=pytest.mark.slow),
         pytest.param("moe", None, 1, [2, 1, 3, 2], {}, marks=pytest.mark.slow),
@@ -88,7 +114,7 @@ def rounds(
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
     family: str,
-    bits: int | None,
+    bits: int | str | None,
     rows: int,
     widths: list[int],
     changed: dict[str, int],

@@ -203,7 +203,10 @@ def test_a_matrix_in_nvfp4_has_a_scale_of_its_own(backend: Backend, experts: int
     ("bits", "group", "scales"),
     [
         (4, 32, mx.float16),
-        *(pytest.param(*each, marks=SLOW) for each in [(4, 64, mx.float32), (5, 32, mx.float32), (8, 32, mx.float16)]),
+        *(
+            pytest.param(*each, marks=SLOW)
+            for each in [(4, 64, mx.float32), (5, 32, mx.float32), (8, 32, mx.float16)]
+        ),
     ],
 )
 def test_scales_keep_a_type_of_their_own(backend: Backend, bits: int, group: int, scales: mx.Dtype) -> None:

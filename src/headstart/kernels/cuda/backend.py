@@ -198,7 +198,9 @@ class CudaBackend(CudaSteps):
     ) -> tuple[mx.array, mx.array]:
         fits = embed_fits(tokens, dtype, embedding, norm)
         return (
-            launch_embed(tokens, embedding, norm, dtype) if fits else super().embed_and_norm(tokens, embedding, norm, dtype)
+            launch_embed(tokens, embedding, norm, dtype)
+            if fits
+            else super().embed_and_norm(tokens, embedding, norm, dtype)
         )
 
     def pair(

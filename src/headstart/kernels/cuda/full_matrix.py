@@ -99,6 +99,7 @@ def full_matrix(weights: MatrixWeights, dtype: mx.Dtype) -> mx.array:
 @cache
 def _dequantise(format: Format) -> Any:
     names = list(format.names(0).values())
+    biases = names[2] if format.has_biases else "nullptr"
     return cuda_kernel(
         name=f"full_matrix_{format.mode}_{format.bits}_{format.group}",
         input_names=names,
@@ -108,6 +109,6 @@ def _dequantise(format: Format) -> Any:
             const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
             if (i < (long long)s0_shape[0] * s0_shape[1] * {format.group} / 8)
               headstart::dequantise_eight<{format.text()}>(
-                  reinterpret_cast<const unsigned char*>(w0), s0, {names[2] if format.has_biases else "nullptr"}, out, i);
+                  reinterpret_cast<const unsigned char*>(w0), s0, {biases}, out, i);
         """,
     )

@@ -77,8 +77,7 @@ def _kernel(name: str, format: Format, inputs: list[str], outputs: list[str], si
         input_names=[*inputs[:at], *(each for each, there in names.items() if there), *inputs[at:]],
         output_names=outputs,
         header=include("tensor_core", "team", "operand", "norm", "codes", "head"),
-        source=f"using F = {format.text()}; {''.join(missing)}"
-        f"headstart::{name}<D, THREADS, F{sizes}>({arguments});",
+        source=f"using F = {format.text()}; {''.join(missing)}headstart::{name}<D, THREADS, F{sizes}>({arguments});",
     )
 
 

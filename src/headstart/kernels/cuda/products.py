@@ -98,9 +98,9 @@ def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
     """Return why mlx's product is taken for activations of this type; None where ours is."""
     if refusal := format_refusal(dtype, weights):
         return refusal
-    if weights.weight.ndim > 2 and weights.scales is not None:
-        if weights.scales.nbytes // weights.scales.shape[0] % 16:
-            return "an expert's scales do not begin at a multiple of 16 bytes"
+    scales = weights.scales if weights.weight.ndim > 2 else None
+    if scales is not None and scales.nbytes // scales.shape[0] % 16:
+        return "an expert's scales do not begin at a multiple of 16 bytes"
     each = Format.of(weights).fills_bytes
     return None if weights.inputs % each == 0 else f"{weights.inputs} inputs are no multiple of {each}"
 

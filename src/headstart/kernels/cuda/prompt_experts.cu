@@ -81,7 +81,7 @@ struct WarpWeights {
     weights = span_weights;
     if constexpr (BITS < 16) {
       const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-      piece += S::BOTH * (number / S::EACH % S::PIECES) * S::SCALES + number % S::EACH * (S::SIZE * S::SPAN / S::GROUP);
+      piece += S::BOTH * (number / S::EACH % S::PIECES) * S::SCALES + number % S::EACH * S::SPAN / S::GROUP * S::SIZE;
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int row = 8 * r + group;
