@@ -110,6 +110,7 @@ __device__ __forceinline__ uint32_t code_pair(const uint32_t (&words)[WORDS], in
     return (pair & 0x80008000) | (pair >> (WIDE ? 4 : 1) & (WIDE ? 0x07F007F0 : 0x3F803F80));
   } else if constexpr (F::MODE != AFFINE && WIDE) { // E2M1, to bits 15 and 6 to 8: moved twice by one multiplication
     const int low = 4 * (p % 4), down = max(0, low - 6); // where a code begins, how far it is moved down before
+    if (low == 12) return (words[p / 4] & 0x80008000) | (words[p / 4] >> 6 & 0x01C001C0);
     const uint32_t codes = words[p / 4] >> down & 0x000F000Fu << (low - down);
     return codes * (65u << (6 - (low - down))) & 0x81C081C0;
   } else if constexpr (F::MODE != AFFINE) { // to bits 15 and 9 to 11
@@ -141,16 +142,8 @@ __device__ constexpr uint32_t activation_scale(int p) {
 }
 
 // What a lane multiplies by in a unit: a sum, or pairs of codes.
-template <bool SUMS>
-struct ScaleOf {
-  using type = float;
-};
-template <>
-struct ScaleOf<false> {
-  using type = uint32_t;
-};
 template <typename F>
-using UnitScale = typename ScaleOf<F::MODE != NVFP>::type;
+using UnitScale = cuda::std::conditional_t<F::MODE == NVFP, uint32_t, float>;
 
 // The power of two that a byte in bits 23 to 30 says (E8M0); the least is subnormal.
 __device__ __forceinline__ float power_of_byte(uint32_t bits) {

@@ -59,6 +59,9 @@ typedef unsigned char uint8_t;
 namespace cuda::std {
 template <typename A, typename B> constexpr bool is_same_v = false;
 template <typename A> constexpr bool is_same_v<A, A> = true;
+template <bool FIRST, typename A, typename B> struct conditional { using type = A; };
+template <typename A, typename B> struct conditional<false, A, B> { using type = B; };
+template <bool FIRST, typename A, typename B> using conditional_t = typename conditional<FIRST, A, B>::type;
 }
 namespace mlx::core::cu {
 struct Shape {

@@ -37,34 +37,44 @@ struct alignas(COUNT & (COUNT - 1) ? alignof(E) : COUNT * sizeof(E)) Several {
   __device__ __forceinline__ static Several read(const void* from) { return *static_cast<const Several*>(from); }
 };
 
-// Number i of COUNT scales or biases, in float32.
+// COUNT scales or biases of a row: bytes stay in words, which compilers would take apart.
 template <typename F, int COUNT>
-__device__ __forceinline__ float number_at(const Several<COUNT, typename F::Scale>& numbers, int i) {
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(numbers.at);
-  if constexpr (COUNT % 2 == 0 && cuda::std::is_same_v<typename F::Scale, __nv_bfloat16>) {
-    const uint32_t word = words[i / 2];
-    return __int_as_float(i % 2 ? word & 0xFFFF0000 : word << 16);
-  } else if constexpr (COUNT % 4 == 0 && F::MODE == MXFP) {
-    const uint32_t word = words[i / 4], bits = i % 4 < 3 ? word << (23 - 8 * (i % 4)) : word >> 1;
-    return power_of_byte(bits);
-  } else if constexpr (F::MODE == MXFP) {
-    return power_of_byte(uint32_t(numbers.at[i]) << 23);
-  } else {
-    return float(numbers.at[i]);
-  }
-}
+struct Scales {
+  using Scale = typename F::Scale;
+  static constexpr bool BYTES = sizeof(Scale) == 1;
+  Several<BYTES ? (COUNT + 3) / 4 : COUNT, cuda::std::conditional_t<BYTES, uint32_t, Scale>> in;
 
-// What a lane multiplies its row's sums or codes by in unit u: of nvfp4 each lane has a group of its own.
-template <typename T, typename F, int COUNT>
-__device__ __forceinline__ UnitScale<F> unit_scale(
-    const Several<COUNT, typename F::Scale>& scales, int u, int units, int quarter) {
-  if constexpr (F::MODE == NVFP) {
-    const uint32_t four = reinterpret_cast<const uint32_t*>(scales.at)[u];
-    return narrow_scales<T>(__byte_perm(four, 0, 0x0404 | quarter << 4 | quarter << 12));
-  } else {
-    return number_at<F>(scales, u * COUNT / units);
+  __device__ __forceinline__ void read(const Scale* from) {
+    if constexpr (BYTES && COUNT == 1)
+      in.at[0] = *from;
+    else if constexpr (BYTES && COUNT == 2)
+      in.at[0] = *reinterpret_cast<const unsigned short*>(from);
+    else
+      in = in.read(from);
   }
-}
+
+  // Number i in float32.
+  __device__ __forceinline__ float at(int i) const {
+    if constexpr (COUNT % 2 == 0 && cuda::std::is_same_v<Scale, __nv_bfloat16>) {
+      const uint32_t word = reinterpret_cast<const uint32_t*>(in.at)[i / 2];
+      return __int_as_float(i % 2 ? word & 0xFFFF0000 : word << 16);
+    } else if constexpr (F::MODE == MXFP) { // 2⁻¹²⁷ is 0 here: nothing would be left of its products
+      const uint32_t word = in.at[i / 4];
+      return __int_as_float((i % 4 < 3 ? word << (23 - 8 * (i % 4)) : word >> 1) & 0x7F800000);
+    } else {
+      return float(in.at[i]);
+    }
+  }
+
+  // What a lane multiplies its row's sums or codes by in unit u of UNITS: of nvfp4 each lane has a group of its own.
+  template <typename T, int UNITS>
+  __device__ __forceinline__ UnitScale<F> of_unit(int u, int quarter) const {
+    if constexpr (F::MODE == NVFP)
+      return narrow_scales<T>(__byte_perm(in.at[u], 0, 0x0404 | quarter << 4 | quarter << 12));
+    else
+      return at(u * COUNT / UNITS);
+  }
+};
 
 // Where a row keeps its sixteen-byte pieces: turned by row, so that the lanes of a warp read from different banks.
 template <int CHUNK>
@@ -311,12 +321,12 @@ __device__ __forceinline__ void product(
       const int following = chunk + 1 == end ? begin : chunk + 1; // of the next tile
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      Several<S::SCALES, Scale> scales[TALL][2], biases[TALL][2];
+      Scales<F, S::SCALES> scales[TALL][2], biases[TALL][2];
 #pragma unroll
       for (int r = 0; r < TALL * 2 && F::QUANTISED; r++) {
         const Scale* at = tile_scales + (8 * r + group) * groups + chunk * S::CODES / F::GROUP;
-        scales[r / 2][r % 2] = Several<S::SCALES, Scale>::read(at);
-        if (F::HAS_BIASES) biases[r / 2][r % 2] = Several<S::SCALES, Scale>::read(at + 16 * TALL * groups);
+        scales[r / 2][r % 2].read(at);
+        if (F::HAS_BIASES) biases[r / 2][r % 2].read(at + 16 * TALL * groups);
       }
 #pragma unroll
       for (int u = 0; u < S::UNITS; u++) {
@@ -337,9 +347,8 @@ __device__ __forceinline__ void product(
         for (int r = 0; r < TALL * 2; r++) {
           words[r / 2][r % 2] = read_codes<S>(stage + S::unit_at(mine, u) + 8 * S::PITCH * r, quarter);
           if (!F::QUANTISED) continue;
-          unit_scales[r / 2][r % 2] = unit_scale<T, F>(scales[r / 2][r % 2], u, S::UNITS, quarter);
-          if (F::HAS_BIASES)
-            unit_biases[r / 2][r % 2] = number_at<F>(biases[r / 2][r % 2], u * S::SCALES / S::UNITS);
+          unit_scales[r / 2][r % 2] = scales[r / 2][r % 2].template of_unit<T, S::UNITS>(u, quarter);
+          if (F::HAS_BIASES) unit_biases[r / 2][r % 2] = biases[r / 2][r % 2].at(u * S::SCALES / S::UNITS);
         }
         add_unit<T, F, TALL, WIDE, S>(total, words, pairs, unit_scales, unit_biases);
       }
