@@ -207,8 +207,7 @@ def load_model(
         assert model.draft_vocabulary is not None
         model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
     if plan.adapters:
-        model = attach_adapters(model, plan.adapters)
-        _prepare(model)
+        _prepare(model := attach_adapters(model, plan.adapters))
     if dtype is None and split is None and overflows(model, layout.dtype):
         LOG.warning("%s overflows in float16 and is read again, to compute in bfloat16, which is slower", layout.path)
         del model, plan

@@ -107,7 +107,7 @@ class PatchEmbedder(nn.Module):
         self.position_embedding_table = mx.zeros((2, shape.table, shape.hidden))  # of columns, then of rows
 
 
-class Encoder(nn.Module):
+class GemmaTowerEncoder(nn.Module):
     def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         self.layers = [GemmaTowerBlock(shape) for _ in range(shape.depth)]
@@ -117,7 +117,7 @@ class GemmaTowerBlocks(nn.Module):
     def __init__(self, shape: GemmaTowerShape):
         super().__init__()
         self.patch_embedder = PatchEmbedder(shape)
-        self.encoder = Encoder(shape)
+        self.encoder = GemmaTowerEncoder(shape)
         if shape.standardize:
             self.std_bias = mx.zeros((shape.hidden,))
             self.std_scale = mx.ones((shape.hidden,))

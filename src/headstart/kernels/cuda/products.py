@@ -18,7 +18,7 @@ from .formats import Format, arrays_of, format_refusal
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
 SLICE = 256  # bytes of a slice at least: what a warp does once for every slice of a tile takes as long as that
-PARTS = ("tensor_core", "team", "operand", "matrix", "codes", "products")  # files of a product
+PARTS = ("tensor_core", "team", "operand", "matrix", "codes", "units", "products")  # files of a product
 FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
 
 
