@@ -179,7 +179,21 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(
         assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("family", ["step3p7", "bailing_hybrid", "glm_moe_dsa", "glm5_next"])
+@pytest.mark.parametrize("family", ["step3p7", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "glm5_next"])
+def test_how_a_prompt_is_cut_changes_no_bit(family: str) -> None:
+    model = loaded(family)
+    tokens = mx.array([random_prompt(model, 41)])
+    whole = trunk(model, tokens)
+    for widths in ((1, 40), (7, 13, 21), (16, 16, 9)):
+        state, begin, found = model.make_state(1), 0, []
+        for width in widths:
+            found.append(model.trunk(tokens[:, begin : begin + width], state, certain=width))
+            state.commit(mx.array([width]), width)
+            begin += width
+        assert mx.array_equal(mx.concatenate(found, axis=1), whole)
+
+
+@pytest.mark.parametrize("family", ["step3p7", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "glm5_next"])
 def test_eviction_changes_no_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and seeded, with room for one prompt's prefixes: windows, delta states and keys of an index."""
     monkeypatch.setattr("headstart.kernels.backend.Backend.chunk", CHUNK)

@@ -9,8 +9,9 @@ from mlx_lm import stream_generate
 from mlx_lm.utils import load as mlx_lm_load
 
 import others
-from fixtures import generate, random_prompt
+from fixtures import collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
+from headstart.engine import Engine
 from headstart.models.wrapped import WrappedModel
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
@@ -63,3 +64,19 @@ def test_mlx_lm_runs_families_of_which_we_have_no_trunk(
     theirs, tokenizer = mlx_lm_load(str(tmp_path))
     expected = [each.token for each in stream_generate(theirs, tokenizer, prompt, max_tokens=10)]
     assert generate(model, prompt, max_tokens=10).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "kimi_k3"])
+def test_text_does_not_depend_on_drafts_or_neighbours(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as its caches allow them: greedy and seeded, with what it can copy, beside others and after them."""
+    monkeypatch.setitem(others.CONFIGS, family, CONFIGS[family])
+    model = load_model(others.write_other(tmp_path, family), dtype=mx.float32)
+    prompts = [3 * random_prompt(model, 7), random_prompt(model, 12), random_prompt(model, 24)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {}]
+    expected = [generate(model, p, max_tokens=12, k=0, **kind).tokens for p, kind in zip(prompts, kinds, strict=True)]
+    engine = Engine(model)
+    for k in ("auto", 0, "auto"):
+        handles = [submit(engine, p, max_tokens=12, k=k, **kind) for p, kind in zip(prompts, kinds, strict=True)]
+        assert [collect(each).tokens for each in handles] == expected

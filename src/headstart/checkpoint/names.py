@@ -29,7 +29,9 @@ LATENT = re.compile(r"^(.+\.(?:self_attn|attention)(?:\.\d)?)\.kv_b_proj\.(weigh
 PARTS = {  # of layers that `inspect` counts, by how their tensors' names go on
     "index": re.compile(r"\.(?:indexer\.|index_\w+\.)"),
     "entries": re.compile(r"\.compressor\.(?!indexer)"),
-    "streams": re.compile(r"(?:^|\.)(?:\w+_hc|norm\.hc|\w+_hyper_connection)\."),
+    "streams": re.compile(
+        r"(?:^|\.)(?:\w+_hc|norm\.hc|\w+_hyper_connection|hyper_connection_mixer)\.|(?:^|\.)norm\.input_mix_"
+    ),
 }
 FINAL_NORMS = ("norm.weight", "norm.hc_norm.weight")  # of one residual stream, or of several
 
