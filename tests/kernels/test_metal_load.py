@@ -1,6 +1,5 @@
 """What the check at load costs: pipelines that are compiled, waits for the device, bytes that are read."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from headstart.kernels.metal.tune import operations
 from headstart.kernels.weights import matrix_weights
 from headstart.models import Model
 
-SAMPLES = re.compile(r"headstart_(survey|plan|gather|draw|excess|accept|scores|merge_scores)_")
 KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
 # Heads as released models have them: MLX passes what there are fewer than 8 of in another address space.
 SIZES = {"linear_num_value_heads": 8, "num_attention_heads": 8, "vocab_size": 64}
@@ -69,9 +67,7 @@ def test_no_more_is_compiled_than_a_model_uses(
     monkeypatch.setattr(choice, "wait", lambda arrays: waits.append(len(arrays)) or mx.eval(arrays))
     model = quantised(family, tmp_path)
     MetalBackend().prepare(model.weights, mx.bfloat16, (*model.layers, *model.head_layers))
-    samples = {key for key in compiled if SAMPLES.match(key[0])}  # type: ignore[index]
-    assert 0 < len(compiled) - len(samples) <= most
-    assert 0 < len(samples) <= 20  # whatever the batch, unless logits are of another type
+    assert 0 < len(compiled) <= most
     # Of each candidate: one to compare, six turns at two widths, one to look at all forms.
     candidates = sum(len(each.candidates) for each in choice.checks())
     assert len(waits) <= (1 + (1 + choice.REPEATS) * len(choice.TIMED) + 1) * candidates

@@ -39,7 +39,6 @@ from .steps import MetalSampling
 from .stock import StockMetal
 from .streams import metal_stream_weights, streams_shape
 from .tune_fused import IN_PLACE, model_operations
-from .tune_sampling import sampling_operations
 
 LOG = logging.getLogger("headstart")
 MOMENT = 1.0  # seconds
@@ -97,7 +96,6 @@ class MetalBackend(MetalSampling, StockMetal):
         try:
             for _ in range(2):  # what is used instead of kernels that were not chosen is checked then
                 choose(self._operations(layers, weights, dtype), CheckProgress(), exact=_may_be_exact(layers))
-            choose(sampling_operations(weights, dtype), CheckProgress())
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
         products = [each.chosen for each in checks() if each.operation in ("product", "experts")]
